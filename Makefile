@@ -1,0 +1,39 @@
+# make install   a virtual environment in .venv with everything in it (again: nothing to do)
+# make demo      the main job
+# make test      all tests
+# make lint      style, format, types
+# make bench     speed, as ratios
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test lint format bench clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "isles needs Python 3.10 or newer; set PYTHON=python3.x")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf]'
+	touch $@
+
+demo: install
+	$(BIN)/torchrun --nproc-per-node 2 examples/two_islands.py
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/isles bench
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

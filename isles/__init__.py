@@ -1,0 +1,59 @@
+"""isles trains one model on several islands of compute joined by slow links.
+
+    with isles.DiLoCo(model, optimizer, isles.Method.streaming()):
+        ...                                     # your loop, untouched
+
+The public names are below; each is loaded when it is first used, so that `import isles` (and `isles --help`)
+stays fast."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isles.core.diloco import DiLoCo
+    from isles.core.method import Method
+    from isles.core.stats import Event, Stats
+    from isles.wire.codecs import codecs
+    from isles.wire.local_world import LocalWorld, run_local
+    from isles.wire.torch_world import TorchWorld
+    from isles.wire.world import LostPeerError, MismatchError
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DiLoCo": "isles.core.diloco",
+    "Event": "isles.core.stats",
+    "Stats": "isles.core.stats",
+    "Method": "isles.core.method",
+    "codecs": "isles.wire.codecs",
+    "LocalWorld": "isles.wire.local_world",
+    "run_local": "isles.wire.local_world",
+    "TorchWorld": "isles.wire.torch_world",
+    "LostPeerError": "isles.wire.world",
+    "MismatchError": "isles.wire.world",
+}
+
+__all__ = [
+    "DiLoCo",
+    "Event",
+    "LocalWorld",
+    "LostPeerError",
+    "Method",
+    "MismatchError",
+    "Stats",
+    "TorchWorld",
+    "codecs",
+    "run_local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'isles' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,58 @@
+"""The command line. Every command lives beside what it does and is loaded only when it is called.
+
+A command is a module with two functions: `configure(parser)` adds its flags, `run(args)` does the work and returns what
+`--json` prints, a dict. A user's mistake is a `ValueError` (or `OSError`) with one clear sentence: it is printed
+without a traceback, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import isles
+
+COMMANDS = {
+    "bench": ("isles.bench", "measure codecs against memcpy, and the engine against the bare loop"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `isles COMMAND ...` and returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(prog="isles", description="Train one model on islands of compute joined by slow links.")
+    parser.add_argument("--version", action="version", version=f"isles {isles.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, (home, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name in arguments[:1]:  # the others are only listed: their modules stay unloaded
+            importlib.import_module(home).configure(command)
+            command.add_argument("--json", action="store_true", help="print the result as one JSON line, last")
+    args = parser.parse_args(arguments)
+    module = importlib.import_module(COMMANDS[args.command][0])
+    try:
+        result = module.run(args)
+    except (ValueError, OSError) as error:
+        print(f"isles {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"isles {args.command}: interrupted", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

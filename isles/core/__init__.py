@@ -1,0 +1,1 @@
+"""The algorithm: no processes, no sockets, no files."""

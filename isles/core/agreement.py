@@ -1,0 +1,159 @@
+"""What islands tell each other besides outer gradients: comparing notes at the start, settling on one model at the end.
+
+Notes are small JSON texts. Averages over whole vectors, here and there, are ordinary exchanges in fp32 with
+round number 0; taking over island 0's values is the average in which only island 0 has a weight."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.core.fragments import Fragment
+from isles.core.method import Method
+from isles.core.replica import Replica
+from isles.wire.codecs import codecs
+from isles.wire.message import checksum
+from isles.wire.world import MismatchError, Payload, World
+
+
+def at_start(world: World, method: Method, weight: float, replica: Replica, sync_initial: bool) -> float:
+    """Raises unless all islands have the same method, the same model and the same initial parameters. Returns
+    the sum of weights.
+    """
+    parts = [*replica.fragments, replica.frozen]
+    notes = _compare_notes(
+        world,
+        {
+            "method": method.as_dict(),
+            "sync_initial": bool(sync_initial),
+            "model": [_shape_of(part) for part in parts],
+            "weight": weight,
+        },
+    )
+    for rank, note in enumerate(notes):
+        _same_method(notes[0], note, rank)
+        _same(
+            notes[0],
+            note,
+            rank,
+            "sync_initial",
+            "were started with different sync_initial",
+            "give it to all islands or to none",
+        )
+        _same(
+            notes[0],
+            note,
+            rank,
+            "model",
+            "have different models (number, names or shapes of parameters)",
+            "build the same model everywhere",
+        )
+    if sync_initial:
+        chief = 1.0 if world.rank == 0 else 0.0
+        with torch.no_grad():
+            for index, part in enumerate(parts):
+                part.write(_average(world, index, part.read(), chief))
+        average_buffers(world, chief, replica)
+    else:
+        notes_of_values = _compare_notes(world, {"values": [_checksum(part.read()) for part in parts]})
+        for rank, note in enumerate(notes_of_values):
+            advice = "seed all islands alike, load the same weights, or pass sync_initial=True to take island 0's"
+            _same(notes_of_values[0], note, rank, "values", "start with different parameters", advice)
+    return float(sum(note["weight"] for note in notes))
+
+
+def after_resume(world: World, method: Method, step: int, anchors: list[Tensor]) -> None:
+    """Raises unless all islands resume from the same step and, where anchors are shared, from the same anchors."""
+    shared = None if method.update == "eager" else [_checksum(anchor) for anchor in anchors]
+    notes = _compare_notes(world, {"step": step, "anchors": shared})
+    for rank, note in enumerate(notes):
+        steps = f"resume at different steps ({notes[0].get('step')} and {note.get('step')})"
+        _same(notes[0], note, rank, "step", steps, "load checkpoints of the same step everywhere")
+        _same(
+            notes[0],
+            note,
+            rank,
+            "anchors",
+            "resume with different global parameters",
+            "load checkpoints of the same run everywhere",
+        )
+
+
+def at_finish(world: World, weight: float, anchors: list[Tensor]) -> None:
+    """Makes the anchors the same everywhere: they are already, or become their mean (always so with eager updates)."""
+    notes = _compare_notes(world, {"anchors": [_checksum(anchor) for anchor in anchors]})
+    if any(note != notes[0] for note in notes):
+        for index, anchor in enumerate(anchors):
+            anchor.copy_(_average(world, index, anchor, weight))
+
+
+def average_buffers(world: World, weight: float, replica: Replica) -> None:
+    """Floating-point buffers become the mean over islands, leaving out islands whose own are not finite; others
+    become island 0's.
+    """
+    buffers = replica.buffers().values()
+    floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+    others = [buffer for buffer in buffers if not buffer.is_floating_point()]
+    if floats:
+        flat = torch.cat([buffer.reshape(-1).float() for buffer in floats])
+        if not torch.isfinite(flat).all():
+            flat, weight = torch.zeros_like(flat), 0.0
+        mean = _average(world, len(replica.fragments), flat, weight)
+        for buffer, part in zip(floats, mean.split([buffer.numel() for buffer in floats]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
+    if others:
+        raw = torch.cat([buffer.reshape(-1).contiguous().view(torch.uint8).cpu() for buffer in others])
+        chief = torch.tensor(list(world.gather(bytes(raw.tolist()))[0]), dtype=torch.uint8)
+        for buffer, part in zip(others, chief.split([buffer.nbytes for buffer in others]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _average(world: World, index: int, vector: Tensor, weight: float) -> Tensor:
+    """The weighted mean of a vector over the islands, in fp32, now; the vector itself if nobody has a weight."""
+    codec = codecs["fp32"]
+    mean = world.start(Payload(index, 0, codec, vector.numel(), weight, codec.encode(vector).cpu())).wait()
+    return mean.values.to(vector.device) if mean.weights else vector
+
+
+def _compare_notes(world: World, note: dict[str, Any]) -> list[dict[str, Any]]:
+    try:
+        notes = [json.loads(text) for text in world.gather(json.dumps(note).encode())]
+    except ValueError as error:
+        raise MismatchError(
+            f"an island sent a note that is no JSON ({error}): run the same isles everywhere"
+        ) from error
+    for rank, other in enumerate(notes):
+        if not isinstance(other, dict) or other.keys() != note.keys():
+            raise MismatchError(
+                f"islands {world.rank} and {rank} are not at the same point of the program: start them in the same way"
+            )
+    return notes
+
+
+def _same_method(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    mine, theirs = first["method"], other["method"]
+    if mine != theirs:
+        different = "; ".join(
+            f"{name}={mine.get(name)!r} and {theirs.get(name)!r}" for name in mine if mine.get(name) != theirs.get(name)
+        )
+        raise MismatchError(
+            f"islands 0 and {rank} have different methods ({different}): start all islands with the same Method"
+        )
+
+
+def _same(first: dict[str, Any], other: dict[str, Any], rank: int, key: str, what: str, advice: str) -> None:
+    if first[key] != other[key]:
+        raise MismatchError(f"islands 0 and {rank} {what}: {advice}")
+
+
+def _shape_of(part: Fragment) -> list[int]:
+    """Number of values, and a checksum of names and shapes, of a fragment."""
+    text = repr([(name, tuple(p.shape)) for name, p in zip(part.names, part.parameters, strict=True)]).encode()
+    return [part.numel, checksum(torch.frombuffer(bytearray(text), dtype=torch.uint8))]
+
+
+def _checksum(vector: Tensor) -> int:
+    return checksum(vector.cpu().contiguous().view(torch.uint8))

@@ -1,0 +1,327 @@
+"""The engine: one class for DiLoCo, Streaming DiLoCo, delayed and eager updates.
+
+Each island trains its own replica with an ordinary optimizer. After every inner step the schedule says which
+fragments are sent and which results are applied. For one fragment, with `theta` the island's weights and
+`anchor` the last global value:
+
+    send    Delta_m = anchor - theta                          start the mean over islands, do not wait
+    apply   anchor  = OuterOpt(anchor, Delta)                 Delta: the mean that was started `lateness` steps ago
+            theta   = alpha * theta + (1 - alpha) * anchor
+
+What Delta is decides the method:
+
+    fresh     the mean of this round, `overlap` inner steps after it was sent   (overlap 0, one fragment: DiLoCo)
+    delayed   the mean of k rounds ago, zero while there is none
+    eager     the same, with the island's own stale share replaced by its fresh one:
+              Delta(t - kH) + share * (Delta_m(t) - Delta_m(t - kH)),  share = weight / sum of weights (1/M)
+
+The anchor is the outer copy, never the mixed weights. With fresh and delayed updates it is the same on every
+island, bit for bit; with eager updates every island has its own, and they agree once updates stop. Own
+contributions are taken *as the others see them*, encoded and decoded, so that what an island adds early is
+exactly what it later takes back. Outer arithmetic is fp32 on flat vectors, whatever the model's precision.
+Inner optimizer state stays local."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isles.core import agreement
+from isles.core.fragments import Fragment, cut, trainable_parameters
+from isles.core.method import Method
+from isles.core.outer import OuterSGD
+from isles.core.replica import Replica
+from isles.core.schedule import Due, Schedule
+from isles.core.state import OuterState, Sent, check_saved, load_state, save_state
+from isles.core.stats import Event, Kind, Stats
+from isles.wire.codecs import codecs
+from isles.wire.world import Handle, Payload, World, default_world
+
+logger = logging.getLogger("isles")
+
+
+class DiLoCo:
+    """Synchronises `model` with the other islands of `world` while `optimizer` trains it; a context manager.
+
+    `weight` is this island's say in the mean, for shards of unequal size. All islands must start with the
+    same parameters; `sync_initial=True` gives everybody those of island 0. `on_event` is called with every
+    `Event`.
+
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with DiLoCo(model, optimizer, Method.diloco(sync_every=2)) as diloco:
+    ...     for _ in range(4):
+    ...         model(torch.ones(2)).backward()
+    ...         optimizer.step(); optimizer.zero_grad()
+    >>> diloco.step_count, diloco.stats.sends
+    (4, 2)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        method: Method,
+        *,
+        world: World | None = None,
+        weight: float = 1.0,
+        sync_initial: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        _check_arguments(model, optimizer, method, weight)
+        self.model, self.optimizer, self.method, self.weight = model, optimizer, method, float(weight)
+        self.fragments = cut(model, method)
+        self.schedule = Schedule.of(method, len(self.fragments))
+        self.world = default_world() if world is None else world
+        self.step_count = 0
+        self.stats = Stats()
+        self._on_event = on_event
+        self._codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
+        self._replica = Replica(model, optimizer, self.fragments)
+        self._total_weight = agreement.at_start(self.world, method, self.weight, self._replica, sync_initial)
+        self._outer = OuterSGD.of(method)
+        self._states = [self._new_state(fragment) for fragment in self.fragments]
+        self._resumed = False
+        self._showing_global = False
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _new_state(self, fragment: Fragment) -> OuterState:
+        anchor = fragment.read()
+        residual = torch.zeros_like(anchor) if self.method.error_feedback else None
+        return OuterState(anchor, self._outer.init(anchor), residual)
+
+    # ---- after every inner step
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        if self._showing_global:
+            raise RuntimeError(
+                "optimizer.step() inside global_model(): the model holds the global weights there, train outside"
+            )
+        if self._resumed:
+            agreement.after_resume(self.world, self.method, self.step_count, [state.anchor for state in self._states])
+            self._resumed = False
+        self.step_count += 1
+        for due in self.schedule.sends(self.step_count):
+            if self.fragments[due.fragment].numel:
+                self._send(due)
+        for due in self.schedule.applies(self.step_count):
+            if self.fragments[due.fragment].numel:
+                self._apply(due)
+
+    def _send(self, due: Due) -> None:
+        begin = time.perf_counter()
+        fragment, state = self.fragments[due.fragment], self._states[due.fragment]
+        delta = state.anchor - fragment.read()  # Delta_m = anchor - theta_m
+        weight = self.weight
+        if not _is_finite(delta):
+            self._recover(due)
+        if state.void:
+            delta, weight, state.void = torch.zeros_like(delta), 0.0, False
+        elif state.residual is not None:
+            delta = delta + state.residual
+        body = self._codec.encode(delta)
+        if state.residual is not None and weight:
+            state.residual = delta - self._codec.decode(body, fragment.numel)
+        body = body.cpu()
+        handle = self.world.start(Payload(due.fragment, due.round, self._codec, fragment.numel, weight, body))
+        eager = self.method.update == "eager"
+        state.rounds[due.round] = Sent(handle, body if eager else None, weight / self._total_weight if eager else 0.0)
+        self._count_send(due, handle, body.numel(), fragment.numel, time.perf_counter() - begin)
+
+    def _apply(self, due: Due) -> None:
+        fragment, state = self.fragments[due.fragment], self._states[due.fragment]
+        if self.method.update == "eager":
+            newest = state.rounds[due.round + self.method.delay_rounds]
+            self._outer_step(due, newest)
+        else:
+            self._outer_step(due)
+        alpha = self.method.mixing
+        if alpha == 0:
+            fragment.write(state.anchor)
+        elif alpha < 1:
+            fragment.write(
+                fragment.read().mul_(alpha).add_(state.anchor * (1 - alpha))
+            )  # theta = alpha*theta + (1-alpha)*anchor
+
+    def _outer_step(self, due: Due, newest: Sent | None = None) -> None:
+        """anchor = OuterOpt(anchor, Delta), Delta being the mean of a round or, for eager updates, its correction."""
+        state = self._states[due.fragment]
+        sent = state.rounds.pop(due.round, None)
+        delta = self._wait(due, sent)
+        for own, sign in ((newest, 1.0), (sent, -1.0)):
+            if own is not None and own.share:
+                assert own.body is not None
+                contribution = self._codec.decode(own.body.to(state.anchor.device), state.anchor.numel())
+                contribution.mul_(sign * own.share)
+                delta = contribution if delta is None else delta + contribution
+        if delta is not None:
+            self._outer.update(state.anchor, delta, state.velocity)
+
+    def _wait(self, due: Due, sent: Sent | None) -> Tensor | None:
+        """The mean of a round; None if nobody took part, or if there was no such round."""
+        if sent is None:
+            return None
+        begin = time.perf_counter()
+        mean = sent.handle.wait()
+        seconds = time.perf_counter() - begin
+        self.stats.applies += 1
+        self.stats.wait_seconds += seconds
+        self._tell("apply", due, seconds=seconds)
+        if not mean.weights:
+            return None
+        self._total_weight = mean.total_weight
+        return mean.values.to(self._states[due.fragment].anchor.device)
+
+    def _recover(self, due: Due) -> None:
+        """The island has gone astray: what is not finite goes back to the global value, and its rounds do not count.
+
+        All fragments at once, not only the one that is due: weights that are left at NaN would spoil the
+        others again in the next forward pass."""
+        self.stats.nonfinite_rounds += 1
+        logger.warning(
+            "island %d sits out a round of fragment %d at step %d, since its outer gradient is not finite; "
+            "it goes on from the global weights",
+            self.world.rank,
+            due.fragment,
+            self.step_count,
+        )
+        self._tell("nonfinite", due)
+        for fragment, state in zip(self.fragments, self._states, strict=True):
+            if not _is_finite(fragment.read()):
+                fragment.write(state.anchor)
+                state.void = True
+        self._replica.heal_optimizer()
+
+    def _count_send(self, due: Due, handle: Handle, num_bytes: int, numel: int, seconds: float) -> None:
+        self.stats.sends += 1
+        self.stats.bytes_sent += handle.bytes_sent
+        self.stats.bytes_received += handle.bytes_received
+        self.stats.payload_bytes += num_bytes
+        self.stats.payload_parameters += numel
+        self._tell("send", due, num_bytes=handle.bytes_sent, seconds=seconds)
+
+    def _tell(self, kind: Kind, due: Due, **more: Any) -> None:
+        if self._on_event is not None:
+            self._on_event(Event(kind, self.step_count, due.fragment, due.round, **more))
+
+    # ---- the global model
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        """The model with the outer parameters in it, for evaluation and export; afterwards the island's own are back.
+
+        Buffers are the island's own. With eager updates the outer parameters are this island's view of them.
+        """
+        if self._showing_global:
+            raise RuntimeError("global_model() inside global_model()")
+        own = [[tensor.clone() for tensor in fragment.tensors()] for fragment in self.fragments]
+        self._show([state.anchor for state in self._states])
+        self._showing_global = True
+        try:
+            yield self.model
+        finally:
+            self._showing_global = False
+            for fragment, tensors in zip(self.fragments, own, strict=True):
+                with torch.no_grad():
+                    torch._foreach_copy_(fragment.tensors(), tensors)
+
+    @torch.no_grad()
+    def _show(self, vectors: list[Tensor]) -> None:
+        for fragment, vector in zip(self.fragments, vectors, strict=True):
+            fragment.write(vector)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Applies what is in flight and leaves the identical global model on every island; all islands call it.
+
+        What an island has learned since it last sent a fragment is not in the global model: end on a step at
+        which fragments are sent if that matters. Floating-point buffers (BatchNorm statistics) become the
+        mean over islands, others those of island 0."""
+        for index, state in enumerate(self._states):
+            for number in list(state.rounds):
+                self._outer_step(Due(index, number))
+        agreement.at_finish(self.world, self.weight, [state.anchor for state in self._states])
+        self._show([state.anchor for state in self._states])
+        agreement.average_buffers(self.world, self.weight, self._replica)
+
+    def __enter__(self) -> DiLoCo:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Takes the hook off the optimizer. Nothing in flight is waited for; `finish()` before it if that matters."""
+        self._hook.remove()
+
+    # ---- checkpoints
+
+    def state_dict(self, *, replica: bool = True) -> dict[str, Any]:
+        """Everything, so that a resumed run is the same run: outer state, rounds in flight, and the replica.
+
+        Rounds in flight are waited for. The replica is the island's own parameters, buffers and inner optimizer;
+        `replica=False` leaves it out for those who save model and optimizer themselves. Tensors are copies. It loads
+        with torch.load(weights_only=True).
+        """
+        state = {
+            "version": 1,
+            "method": self.method.as_dict(),
+            "step": self.step_count,
+            "total_weight": self._total_weight,
+            "stats": dataclasses.asdict(self.stats),
+            "fragments": [save_state(f, s) for f, s in zip(self.fragments, self._states, strict=True)],
+        }
+        return {**state, "replica": self._replica.state_dict()} if replica else state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state_dict()` was taken. Every island loads its own, of the same step."""
+        check_saved(state, self.method, self.fragments)
+        self.step_count = state["step"]
+        self.stats = Stats(**state["stats"])
+        self._total_weight = state["total_weight"]
+        for outer, saved in zip(self._states, state["fragments"], strict=True):
+            load_state(outer, saved)
+        if "replica" in state:
+            self._replica.load_state_dict(state["replica"])
+        self._resumed = True
+
+
+def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, weight: float) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if not isinstance(method, Method):
+        raise ValueError(f"method must be an isles.Method, such as isles.Method.streaming(), not {method!r}")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight <= 0:
+        raise ValueError(f"weight={weight!r} must be a number greater than 0: this island's say in the mean")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = trainable_parameters(model)
+    missing = [name for name, parameter in trained.items() if id(parameter) not in held]
+    if missing:
+        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ValueError(
+            f"the optimizer does not hold these trainable parameters of the model: {few}; "
+            "make it from this model's parameters, or freeze them"
+        )
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all values are finite; a sum is nearly free, and only a finite sum proves it, so the rest is
+    looked at closely.
+    """
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

@@ -1,0 +1,203 @@
+"""Cutting a model into fragments, the parts that are synchronised separately.
+
+A fragment is made of whole layers: either every n-th one (strided, the papers' default: fresh layers are
+spread over the depth) or consecutive ones (sequential). What is outside the layer stack, embeddings, final
+norm and head, is a fragment of its own, the first. Every trainable parameter is in exactly one fragment, tied
+weights once, frozen ones in none.
+
+To the engine a fragment is one flat fp32 vector that can be read from the model and written back; how many
+tensors it is made of, their shapes, their precision and whether they are shards of something larger is nobody
+else's business.
+
+Finding the layer stack needs no names. In every ModuleList, Sequential and ModuleDict, children of the same
+class form a group; the class whose groups hold the most trainable parameters is the layer class, and all its
+outermost groups, in model order, are the stack. That finds the blocks of GPT-2 and Llama, both stacks of an
+encoder-decoder, the stages of a ResNet and the Linear layers of a plain Sequential, and passes over the
+experts inside a block."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from isles.core.method import Method
+
+logger = logging.getLogger("isles")
+
+WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Fragment:
+    """Some parameters of a model as one flat vector."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        pairs = list(named_parameters)
+        self.names = [name for name, _ in pairs]
+        self.parameters = [parameter for _, parameter in pairs]
+        self.numel = sum(tensor.numel() for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """The storage of the parameters on this rank, writable, outside autograd."""
+        return [local(parameter) for parameter in self.parameters]
+
+    def read(self) -> Tensor:
+        """The island's weights now: a new flat fp32 tensor that shares no memory with the model."""
+        parts = [tensor.reshape(-1).float() for tensor in self.tensors()]
+        return torch.cat(parts) if parts else torch.zeros(0)
+
+    def write(self, flat: Tensor) -> None:
+        """Sets the model's parameters, each in its own precision, from a flat fp32 vector."""
+        tensors = self.tensors()
+        if tensors:
+            parts = flat.split([tensor.numel() for tensor in tensors])
+            torch._foreach_copy_(
+                tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+            )
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The part of a parameter that lives on this rank: the shard of a DTensor, or the parameter itself."""
+    tensor = parameter.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def cut(model: nn.Module, method: Method) -> list[Fragment]:
+    """The fragments of a model under a method.
+
+    >>> layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "layers": layers})
+    >>> [fragment.names for fragment in cut(model, Method(fragments=3))]
+    [['embed.weight'], ['layers.0.weight', 'layers.2.weight'], ['layers.1.weight', 'layers.3.weight']]
+    """
+    parameters = trainable_parameters(model)
+    if not parameters:
+        raise ValueError(
+            "the model has no trainable parameters: nothing to synchronise (is requires_grad off everywhere?)"
+        )
+    if isinstance(method.fragments, Sequence):
+        groups = _by_name(unwrap(model), parameters, method.fragments)
+    else:
+        groups = _by_layer(unwrap(model), parameters, method)
+    fragments = [Fragment((name, parameters[name]) for name in names) for names in groups]
+    empty = sum(not fragment.names for fragment in fragments)
+    if empty:
+        logger.warning(
+            "%d of %d fragments are empty, and never sent: the model has fewer parts than that", empty, len(fragments)
+        )
+    return fragments
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every trainable parameter once, in model order, by its name in the unwrapped model."""
+    return {clean_name(name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's model inside torch.compile and DistributedDataParallel."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what wrappers put in, so that a compiled island and a plain one agree on it."""
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
+
+
+def find_layers(model: nn.Module) -> list[list[str]]:
+    """The layer stack: for each layer, in model order, the names of its trainable parameters. Empty: there is none."""
+    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups: dict[type, set[nn.Module]] = defaultdict(set)
+    for container in model.modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            alike: dict[type, set[nn.Module]] = defaultdict(set)
+            for child in container.children():
+                if any(parameter in name_of for parameter in child.parameters()):
+                    alike[type(child)].add(child)
+            for kind, children in alike.items():
+                if len(children) > 1:
+                    groups[kind] |= children
+    if not groups:
+        return []
+
+    def size(modules: set[nn.Module]) -> int:
+        return sum(p.numel() for p in {p for module in modules for p in module.parameters()} if p in name_of)
+
+    stack = max(
+        groups.values(), key=size
+    )  # of equals the first, which is the outermost: modules() walks from outside in
+    nested = {inner for layer in stack for inner in layer.modules() if inner is not layer}
+    layers: list[list[str]] = []
+    taken: set[nn.Parameter] = set()
+    for module in model.modules():
+        if module in stack and module not in nested:
+            own = [p for p in module.parameters() if p in name_of and p not in taken]
+            taken.update(own)
+            if own:
+                layers.append([name_of[p] for p in own])
+    return layers
+
+
+def _by_layer(model: nn.Module, parameters: dict[str, nn.Parameter], method: Method) -> list[list[str]]:
+    if method.fragments == 1:
+        return [list(parameters)]
+    layers = find_layers(model)
+    if not layers:
+        parts = method.fragments if isinstance(method.fragments, int) else 1
+        return _near_equal({name: parameter.numel() for name, parameter in parameters.items()}, parts)
+    in_layers = {name for layer in layers for name in layer}
+    outside = [name for name in parameters if name not in in_layers]
+    first = [outside] if outside else []
+    if isinstance(method.fragments, int):
+        count = method.fragments - len(first)
+    else:
+        count = -(-len(layers) // method.fragment_layers)
+    return first + [[name for layer in share for name in layer] for share in _deal(layers, count, method.pattern)]
+
+
+def _deal(layers: list[list[str]], count: int, pattern: str) -> list[list[list[str]]]:
+    """Shares layers out to `count` fragments, as evenly as whole layers allow."""
+    if pattern == "strided":
+        return [layers[p::count] for p in range(count)]
+    return [layers[p * len(layers) // count : (p + 1) * len(layers) // count] for p in range(count)]
+
+
+def _near_equal(sizes: dict[str, int], count: int) -> list[list[str]]:
+    """Parts of near-equal size out of whole tensors: the largest first, each to the smallest part so far."""
+    totals = [0] * count
+    part_of: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        part_of[name] = totals.index(min(totals))
+        totals[part_of[name]] += sizes[name]
+    return [[name for name in sizes if part_of[name] == part] for part in range(count)]
+
+
+def _by_name(model: nn.Module, parameters: dict[str, nn.Parameter], groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    first_name = {parameter: name for name, parameter in parameters.items()}
+    every_name = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if p in first_name}
+    unknown = [name for group in groups for name in group if clean_name(name) not in every_name]
+    if unknown:
+        raise ValueError(f"fragments name what is no trainable parameter of the model: {_some(unknown)}")
+    resolved = [list(dict.fromkeys(first_name[every_name[clean_name(name)]] for name in group)) for group in groups]
+    given = [name for group in resolved for name in group]
+    twice = sorted({name for name in given if given.count(name) > 1})
+    if twice:
+        raise ValueError(f"fragments name parameters more than once (tied weights count once): {_some(twice)}")
+    missing = [name for name in parameters if name not in set(given)]
+    if missing:
+        raise ValueError(
+            f"fragments leave out trainable parameters: {_some(missing)}; put each in a fragment, or freeze it"
+        )
+    return resolved
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

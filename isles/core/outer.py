@@ -1,0 +1,50 @@
+"""The outer optimizer: what is done with the mean outer gradient of a fragment.
+
+The outer gradient points from the island's weights back to the anchor (old minus new), so a minimiser that subtracts it
+moves the anchor towards the islands. With Delta the mean and v the velocity,
+
+    v      <-  mu * v + Delta
+    anchor <-  anchor - lr * (Delta + mu * v)      Nesterov
+    anchor <-  anchor - lr * v                     plain momentum
+
+which is the form of torch.optim.SGD. lr = 1 and mu = 0 replace the anchor by the average of the islands.
+
+Every product and sum below is an operation of its own, each rounded as IEEE prescribes. A fused multiply-add would be
+faster by a little, and would round differently on different processors: islands of unlike hardware would drift apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isles.core.method import Method
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """SGD with (Nesterov) momentum on a flat fp32 anchor, in place; the state is the velocity, explicit and per
+    fragment.
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool
+
+    @classmethod
+    def of(cls, method: Method) -> OuterSGD:
+        return cls(lr=method.outer_lr, momentum=method.outer_momentum, nesterov=method.nesterov)
+
+    def init(self, anchor: Tensor) -> Tensor | None:
+        """The velocity before the first update; None where there is no momentum to remember."""
+        return anchor.new_zeros(anchor.shape) if self.momentum else None
+
+    def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
+        """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
+        if velocity is None:
+            anchor.sub_(mean * self.lr)
+            return
+        velocity.mul_(self.momentum).add_(mean)
+        direction = velocity.mul(self.momentum).add_(mean) if self.nesterov else velocity
+        anchor.sub_(direction * self.lr)

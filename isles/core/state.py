@@ -1,0 +1,93 @@
+"""What an island keeps for each fragment besides its weights, and how that is saved.
+
+The anchor, the outer optimizer's velocity, what the codec lost, and the rounds in flight. A round in flight is saved
+as its result: saving waits for the mean to arrive, which the other islands have sent or are about to, and a resumed
+run finds it already there.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from isles.core.fragments import Fragment
+from isles.core.method import Method
+from isles.wire.world import Arrived, Handle, Mean
+
+
+@dataclass
+class Sent:
+    """A round that this island has sent and not yet used up."""
+
+    handle: Handle
+    body: Tensor | None
+    """Eager: the own outer gradient as it went over the wire."""
+    share: float
+    """Eager: which part of `body` the island has added to its anchor ahead of the mean."""
+
+
+@dataclass
+class OuterState:
+    """What an island keeps for one fragment besides its weights."""
+
+    anchor: Tensor
+    velocity: Tensor | None
+    residual: Tensor | None
+    """Error feedback: what the codec lost of the last outer gradient."""
+    rounds: dict[int, Sent] = field(default_factory=dict)
+    """In flight, by round, oldest first."""
+    void: bool = False
+    """The weights were reset in the middle of this round, so it does not count."""
+
+
+def save_state(fragment: Fragment, state: OuterState) -> dict[str, Any]:
+    """A copy of a fragment's outer state, made of plain values and tensors."""
+    rounds = []
+    for number, sent in state.rounds.items():
+        mean = sent.handle.wait()
+        rounds.append(
+            {
+                "round": number,
+                "share": sent.share,
+                "body": sent.body,
+                "mean": mean.values,
+                "weights": dict(mean.weights),
+            }
+        )
+    saved = {"names": fragment.names, "anchor": state.anchor, "velocity": state.velocity, "residual": state.residual}
+    return copy.deepcopy({**saved, "void": state.void, "rounds": rounds})
+
+
+def load_state(state: OuterState, saved: dict[str, Any]) -> None:
+    """Puts a saved copy back."""
+    state.anchor.copy_(saved["anchor"])
+    for mine, theirs in ((state.velocity, saved["velocity"]), (state.residual, saved["residual"])):
+        if mine is not None:
+            mine.copy_(theirs)
+    state.void = saved["void"]
+    state.rounds = {
+        flight["round"]: Sent(
+            Arrived(Mean(flight["mean"].clone(), dict(flight["weights"]))), flight["body"], flight["share"]
+        )
+        for flight in saved["rounds"]
+    }
+
+
+def check_saved(state: dict[str, Any], method: Method, fragments: list[Fragment]) -> None:
+    """Raises unless what was saved is of this method and this model."""
+    if state.get("version") != 1:
+        raise ValueError("this is not a state of isles.DiLoCo (version 1)")
+    mine, theirs = method.as_dict(), state["method"]
+    different = [
+        f"{name}={theirs.get(name)!r} there, {mine[name]!r} here" for name in mine if theirs.get(name) != mine[name]
+    ]
+    if different:
+        raise ValueError(
+            f"the checkpoint was made with another method ({'; '.join(different)}): resume with the same one"
+        )
+    saved = [(fragment["names"], fragment["anchor"].numel()) for fragment in state["fragments"]]
+    if saved != [(fragment.names, fragment.numel) for fragment in fragments]:
+        raise ValueError("the checkpoint is of another model: its parameters have other names or sizes")

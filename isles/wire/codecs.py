@@ -1,0 +1,355 @@
+"""What an outer gradient looks like on the wire.
+
+A codec turns a flat fp32 vector into bytes and back. All of them work on *blocks*: the vector is cut into
+blocks of equal length (the last one filled up with zeros) and every block becomes the same number of bytes,
+complete in itself, scale included. So the size of a payload follows from the number of values alone, and a
+payload can be cut at any block, which is what lets several islands share the work of averaging it.
+
+    fp32, fp16, bf16     the value, in that format
+    fp8                  e4m3, one scale per block
+    int8, int4           signed integers, one scale per block
+    e3m0                 4 bits: sign and a 3-bit exponent, one scale per block: 0 and +-s * 2^-k for k = 0..6
+    topk                 the largest eighth of each block, with their places          (the papers' comparisons, all of
+    random-drop          a random quarter of each block, the rest is zero              them at the size of e3m0:
+    dare                 the same, scaled up by 4 so that the expectation is right     4 bits a value)
+
+Scales are bf16 and rounded up, so that the largest value of a block is never out of range. Nothing here draws from a
+random generator: where a choice must look random (which values are dropped, stochastic rounding), it is a hash of the
+block's own bits, so the same values give the same bytes in any process, and a resumed run is the same run.
+
+`codecs` is the registry, a plain dict: adding a codec is adding an entry. To round stochastically,
+`dataclasses.replace(codecs["int4"], stochastic=True)`; what decodes a payload does not depend on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MANTISSA_BITS = 23  # of fp32
+MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 value but its sign
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The common part: cutting into blocks. A codec is `pack` and `unpack` of a table with one block per row."""
+
+    name: str
+    block: int
+    stochastic: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on the wire."""
+        raise NotImplementedError
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        """fp32 [rows, block] -> uint8 [rows, block_bytes]."""
+        raise NotImplementedError
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """uint8 [rows, block_bytes] -> fp32 [rows, block]."""
+        raise NotImplementedError
+
+    def num_bytes(self, numel: int) -> int:
+        """Size of the payload of so many values."""
+        return -(-numel // self.block) * self.block_bytes
+
+    def encode(self, values: Tensor) -> Tensor:
+        """The payload of a vector of finite values.
+
+        >>> codecs["e3m0"].encode(torch.zeros(1000)).numel()
+        528
+        """
+        if not values.is_floating_point():
+            raise ValueError(f"{self.name} encodes floating-point tensors, not {values.dtype}")
+        flat = values.detach().reshape(-1).float()
+        rows = -(-flat.numel() // self.block)
+        if flat.numel() < rows * self.block:
+            flat = torch.cat([flat, flat.new_zeros(rows * self.block - flat.numel())])
+        return self.pack(flat.view(rows, self.block)).reshape(-1)
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """The vector in a payload.
+
+        >>> codecs["bf16"].decode(codecs["bf16"].encode(torch.tensor([1.0, -2.5])), 2)
+        tensor([ 1.0000, -2.5000])
+        """
+        if payload.dtype != torch.uint8:
+            raise ValueError(f"a payload is a uint8 tensor, not {payload.dtype}")
+        if payload.numel() != self.num_bytes(numel):
+            raise ValueError(
+                f"this payload has {payload.numel()} bytes, but {numel} values in {self.name} take "
+                f"{self.num_bytes(numel)}: truncated, or of another codec or length"
+            )
+        return self.unpack(payload.view(-1, self.block_bytes)).reshape(-1)[:numel]
+
+
+# ---- the value itself, in a shorter float format
+
+
+@dataclass(frozen=True)
+class FloatCodec(Codec):
+    """Values in a float format of torch. Beyond the largest finite value it saturates: infinity is never sent."""
+
+    dtype: torch.dtype = torch.float32
+    kept_mantissa_bits: int = MANTISSA_BITS
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block * self.dtype.itemsize
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        if self.dtype != torch.float32:
+            if self.stochastic:
+                blocks = _round_mantissa(blocks, self.kept_mantissa_bits)
+            largest = torch.finfo(self.dtype).max
+            blocks = blocks.clamp(-largest, largest)
+        return blocks.to(self.dtype).contiguous().view(torch.uint8)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        return _aligned(rows, self.dtype).float()
+
+
+# ---- one scale per block
+
+
+@dataclass(frozen=True)
+class Fp8Codec(Codec):
+    """float8 e4m3 (1 sign, 4 exponent, 3 mantissa bits), the largest value of a block scaled to the largest of
+    the format.
+    """
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 + self.block
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        scale = _scale(blocks, largest)
+        scaled = _divide(blocks, scale)
+        if self.stochastic:
+            scaled = _round_mantissa(scaled, 3)
+        codes = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+        return torch.cat([_bytes(scale), codes], dim=1)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        return rows[:, 2:].contiguous().view(torch.float8_e4m3fn).float() * _read_scale(rows)
+
+
+@dataclass(frozen=True)
+class IntCodec(Codec):
+    """Signed integers from -limit to limit, in 8 bits, or two of them in a byte."""
+
+    bits: int = 8
+
+    @property
+    def limit(self) -> int:
+        return int(2 ** (self.bits - 1) - 1)
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 + self.block * self.bits // 8
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        scale = _scale(blocks, self.limit)
+        scaled = _divide(blocks, scale)
+        whole = (scaled + _uniform(blocks)).floor() if self.stochastic else scaled.round()
+        codes = whole.clamp(-self.limit, self.limit).to(torch.int8).view(torch.uint8)
+        return torch.cat([_bytes(scale), codes if self.bits == 8 else _pack_nibbles(codes)], dim=1)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        codes = rows[:, 2:]
+        if self.bits == 4:
+            codes = _unpack_nibbles(codes)
+            codes = codes | (codes & 8) * 30  # extend the sign of 4 bits to 8
+        return codes.contiguous().view(torch.int8).float() * _read_scale(rows)
+
+
+@dataclass(frozen=True)
+class E3M0Codec(Codec):
+    """Sign and exponent only. Code 0 is zero; code c = 1..7 is the scale times 2^(c - 7).
+
+    A value is rounded to the nearer power of two by adding half a mantissa to its bits and looking at the exponent: no
+    logarithm. Stochastic rounding adds a random mantissa instead.
+    """
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 + self.block // 2
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        scale = _scale(blocks, 1)
+        bits = _divide(blocks, scale).view(torch.int32)
+        magnitude = bits & MAGNITUDE
+        if self.stochastic:
+            noise = _uniform(blocks)
+            above = (magnitude + (noise * 2**MANTISSA_BITS).int() >> MANTISSA_BITS) - (127 - 7)
+            smallest = 2.0**-6
+            code = torch.where(
+                magnitude.view(torch.float32) < smallest,
+                (magnitude.view(torch.float32) > noise * smallest).int(),
+                above,
+            )
+        else:
+            code = (magnitude + (1 << MANTISSA_BITS - 1) >> MANTISSA_BITS) - (127 - 7)
+        code = code.clamp(0, 7) | (bits < 0).int() << 3
+        return torch.cat([_bytes(scale), _pack_nibbles(code.to(torch.uint8))], dim=1)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        levels = torch.tensor([0.0] + [2.0 ** (code - 7) for code in range(1, 8)], device=rows.device)
+        return torch.cat([levels, -levels])[_unpack_nibbles(rows[:, 2:]).int()] * _read_scale(rows)
+
+
+# ---- the papers' comparisons: most values are not sent at all
+
+
+@dataclass(frozen=True)
+class TopKCodec(Codec):
+    """The `kept` values of largest magnitude in each block, in bf16, each with its place in 16 bits."""
+
+    kept: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        return 4 * self.kept
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        places = blocks.abs().topk(self.kept, dim=1).indices.sort(dim=1).values
+        return torch.cat([_to_bf16(blocks.gather(1, places), self.stochastic), _bytes(places.to(torch.int16))], dim=1)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        values = _aligned(rows[:, : 2 * self.kept], torch.bfloat16).float()
+        places = _aligned(rows[:, 2 * self.kept :], torch.int16).long()
+        return values.new_zeros(rows.shape[0], self.block).scatter_(1, places.clamp(0, self.block - 1), values)
+
+
+@dataclass(frozen=True)
+class RandomDropCodec(Codec):
+    """`kept` values of each block, chosen by a hash, in bf16; their places follow from a seed of 4 bytes.
+
+    With `rescale` every value is multiplied by block / kept, so that dropping leaves the expectation as it was (DARE).
+    """
+
+    kept: int = 1
+    rescale: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        return 4 + 2 * self.kept
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        seeds = _seeds(blocks)
+        kept = blocks.gather(1, self._places(seeds)) * (self.block / self.kept if self.rescale else 1.0)
+        return torch.cat([_bytes(seeds.to(torch.int32)), _to_bf16(kept, self.stochastic)], dim=1)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        seeds = _aligned(rows[:, :4], torch.int32).long()
+        values = _aligned(rows[:, 4:], torch.bfloat16).float()
+        return values.new_zeros(rows.shape[0], self.block).scatter_(1, self._places(seeds), values)
+
+    def _places(self, seeds: Tensor) -> Tensor:
+        place = torch.arange(self.block, device=seeds.device)
+        order = _hash(seeds, self.block) // self.block * self.block + place  # no two alike, so the choice is unique
+        return order.topk(self.kept, dim=1, largest=False).indices.sort(dim=1).values
+
+
+codecs: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        FloatCodec("fp32", 1),
+        FloatCodec("bf16", 1, dtype=torch.bfloat16, kept_mantissa_bits=7),
+        FloatCodec("fp16", 1, dtype=torch.float16, kept_mantissa_bits=10),
+        Fp8Codec("fp8", 128),
+        IntCodec("int8", 128, bits=8),
+        IntCodec("int4", 128, bits=4),
+        E3M0Codec("e3m0", 128),
+        TopKCodec("topk", 1024, kept=128),
+        RandomDropCodec("random-drop", 1024, kept=254),
+        RandomDropCodec("dare", 1024, kept=254, rescale=True),
+    )
+}
+
+
+# ---- scales
+
+
+def _scale(blocks: Tensor, limit: float) -> Tensor:
+    """[rows, 1] bf16: the largest magnitude of each block over `limit`, rounded up. Blocks of denormals count as
+    zero.
+    """
+    largest = blocks.abs().amax(dim=1, keepdim=True) / limit
+    if not torch.isfinite(largest).all():
+        raise ValueError("only finite values can be encoded")
+    largest = torch.where(largest < 2.0**-120, 0.0, largest)
+    up = (largest.view(torch.int32) + 0xFFFF) >> 16 << 16
+    return up.view(torch.float32).clamp(max=torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
+
+
+def _divide(blocks: Tensor, scale: Tensor) -> Tensor:
+    """Values in units of the scale; zero where the scale is."""
+    return blocks * torch.where(scale > 0, 1 / scale.float(), 0.0)
+
+
+def _read_scale(rows: Tensor) -> Tensor:
+    return _aligned(rows[:, :2], torch.bfloat16).float()
+
+
+# ---- bytes
+
+
+def _bytes(table: Tensor) -> Tensor:
+    return table.contiguous().view(torch.uint8)
+
+
+def _aligned(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reads columns of bytes as another type, wherever in memory they start."""
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _to_bf16(values: Tensor, stochastic: bool) -> Tensor:
+    largest = torch.finfo(torch.bfloat16).max
+    rounded = _round_mantissa(values, 7) if stochastic else values
+    return _bytes(rounded.clamp(-largest, largest).to(torch.bfloat16))
+
+
+def _pack_nibbles(codes: Tensor) -> Tensor:
+    """Two codes of 4 bits in a byte: the first half of a block in the low bits, the second half in the high ones."""
+    low, high = (codes & 15).chunk(2, dim=1)
+    return low | high << 4
+
+
+def _unpack_nibbles(packed: Tensor) -> Tensor:
+    return torch.cat([packed & 15, packed >> 4], dim=1)
+
+
+# ---- what looks random
+
+
+def _seeds(blocks: Tensor) -> Tensor:
+    """[rows, 1]: a seed per block from the bits of its values; a sum of integers, so the order of summing is no
+    matter.
+    """
+    return blocks.view(torch.int32).sum(dim=1, keepdim=True) & 0x7FFFFFFF
+
+
+def _hash(seeds: Tensor, columns: int) -> Tensor:
+    """[rows, columns] of integers from 0 to 2^31 - 1: a multiply-and-shift hash of (seed, column)."""
+    mixed = (seeds * 0x9E3779B1 + torch.arange(columns, device=seeds.device) * 0x85EBCA77) & 0xFFFFFFFF
+    for multiplier in (0x7FEB352D, 0x46A6CA6B):
+        mixed = ((mixed ^ mixed >> 16) * multiplier) & 0xFFFFFFFF
+    return (mixed ^ mixed >> 15) & 0x7FFFFFFF
+
+
+def _uniform(blocks: Tensor) -> Tensor:
+    """Numbers from 0 to below 1, one per value."""
+    return (_hash(_seeds(blocks), blocks.shape[1]) >> 7).float() / 2**24
+
+
+def _round_mantissa(values: Tensor, kept_bits: int) -> Tensor:
+    """Rounds to `kept_bits` of mantissa, up or down at random in proportion to what is cut off."""
+    dropped = MANTISSA_BITS - kept_bits
+    noise = (_uniform(values) * 2**dropped).int()
+    return ((values.view(torch.int32) + noise) >> dropped << dropped).view(torch.float32)

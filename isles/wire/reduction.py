@@ -1,0 +1,87 @@
+"""From the payloads of all islands to their mean: two forms, the same answer everywhere.
+
+all-gather: everybody sends its payload to everybody, decodes all of them and adds them up in fp32, in the
+order of ranks. An island sends M - 1 payloads. The mean is exact to fp32.
+
+reduce-scatter: island r averages the r-th piece for all. It gets that piece of every payload, adds up in fp32
+in the order of ranks, encodes the mean again and sends it to everybody. An island sends 2 (M - 1) / M
+payloads, less than two however many islands there are; the price is that the mean goes through the codec once
+more.
+
+At two islands both send the same, so all-gather is the better one. `docs/log.md` has the measurement behind `choose`.
+
+These are pure functions; each world moves the bytes in its own way and calls them. `LocalWorld` and
+`TorchWorld` agree bit for bit because there is only one place where numbers are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from isles.wire.codecs import Codec
+from isles.wire.message import header_bytes
+from isles.wire.world import Payload
+
+Reduction = Literal["auto", "all-gather", "reduce-scatter"]
+CHECKSUM_BYTES = 4
+LARGEST_ALL_GATHER = 3
+"""The most islands for which all-gather is the default."""
+
+
+def choose(reduction: Reduction, islands: int) -> Reduction:
+    """Which form is used for so many islands."""
+    if reduction == "auto":
+        return "all-gather" if islands <= LARGEST_ALL_GATHER else "reduce-scatter"
+    return reduction
+
+
+def check_reduction(reduction: str) -> None:
+    """Raises unless there is such a form."""
+    if reduction not in ("auto", "all-gather", "reduce-scatter"):
+        raise ValueError(f"reduction={reduction!r} must be one of auto, all-gather, reduce-scatter")
+
+
+def piece_numel(numel: int, islands: int, codec: Codec) -> int:
+    """How many values each island averages in the reduce-scatter form: whole blocks, the same number for everybody.
+
+    >>> from isles.wire.codecs import codecs
+    >>> piece_numel(1000, 3, codecs["e3m0"])
+    384
+    """
+    blocks = -(-numel // codec.block)
+    return -(-blocks // islands) * codec.block
+
+
+def split(body: Tensor, numel: int, islands: int, codec: Codec) -> Tensor:
+    """[islands, bytes]: the piece of a body for each island. What is missing in the last ones is zero, which
+    decodes to zeros.
+    """
+    num_bytes = islands * codec.num_bytes(piece_numel(numel, islands, codec))
+    if body.numel() < num_bytes:
+        body = torch.cat([body, body.new_zeros(num_bytes - body.numel())])
+    return body.view(islands, -1)
+
+
+def weighted_mean(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, numel: int) -> Tensor:
+    """The mean of payloads in fp32, added up in the given order. Weight zero means not there: its body is not
+    even read.
+    """
+    total = torch.zeros(numel)
+    for body, weight in zip(bodies, weights, strict=True):
+        if weight > 0:
+            values = codec.decode(body, numel)
+            total.add_(values if weight == 1 else values * weight)
+    sum_of_weights = sum(weights)
+    return total.div_(sum_of_weights) if sum_of_weights > 0 else total
+
+
+def traffic(form: Reduction, islands: int, payload: Payload) -> int:
+    """Bytes that one island sends for a round, and receives, headers included."""
+    others = islands - 1
+    if form == "all-gather":
+        return others * (header_bytes(1) + payload.body.numel())
+    piece_bytes = payload.codec.num_bytes(piece_numel(payload.numel, islands, payload.codec))
+    return others * (header_bytes(islands) + piece_bytes + CHECKSUM_BYTES + piece_bytes)
