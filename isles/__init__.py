@@ -4,7 +4,8 @@
         ...                                     # your loop, untouched
 
 The public names are below; each is loaded when it is first used, so that `import isles` (and `isles --help`)
-stays fast."""
+stays fast.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,10 @@ from typing import NoReturn
 import isles
 
 COMMANDS = {
+    "train": ("isles.train.command", "train a language model on islands, here or as one of many under torchrun"),
+    "report": ("isles.view.report", "compare runs in one self-contained HTML page"),
+    "export": ("isles.train.export", "write the global model of a run as safetensors"),
+    "sample": ("isles.train.sample_command", "let the global model of a run generate text"),
     "bench": ("isles.bench", "measure codecs against memcpy, and the engine against the bare loop"),
 }
 

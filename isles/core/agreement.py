@@ -1,7 +1,8 @@
 """What islands tell each other besides outer gradients: comparing notes at the start, settling on one model at the end.
 
 Notes are small JSON texts. Averages over whole vectors, here and there, are ordinary exchanges in fp32 with
-round number 0; taking over island 0's values is the average in which only island 0 has a weight."""
+round number 0; taking over island 0's values is the average in which only island 0 has a weight.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.core.replica import Replica
-from isles.wire.codecs import codecs
+from isles.wire.codecs import codecs, is_finite
 from isles.wire.message import checksum
 from isles.wire.world import MismatchError, Payload, World
 
@@ -60,7 +61,9 @@ def at_start(world: World, method: Method, weight: float, replica: Replica, sync
     else:
         notes_of_values = _compare_notes(world, {"values": [_checksum(part.read()) for part in parts]})
         for rank, note in enumerate(notes_of_values):
-            advice = "seed all islands alike, load the same weights, or pass sync_initial=True to take island 0's"
+            advice = (
+                "seed them alike, or pass sync_initial=True; to resume, make the DiLoCo first, then load_state_dict"
+            )
             _same(notes_of_values[0], note, rank, "values", "start with different parameters", advice)
     return float(sum(note["weight"] for note in notes))
 
@@ -99,7 +102,7 @@ def average_buffers(world: World, weight: float, replica: Replica) -> None:
     others = [buffer for buffer in buffers if not buffer.is_floating_point()]
     if floats:
         flat = torch.cat([buffer.reshape(-1).float() for buffer in floats])
-        if not torch.isfinite(flat).all():
+        if not is_finite(flat):
             flat, weight = torch.zeros_like(flat), 0.0
         mean = _average(world, len(replica.fragments), flat, weight)
         for buffer, part in zip(floats, mean.split([buffer.numel() for buffer in floats]), strict=True):

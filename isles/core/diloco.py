@@ -19,7 +19,8 @@ The anchor is the outer copy, never the mixed weights. With fresh and delayed up
 island, bit for bit; with eager updates every island has its own, and they agree once updates stop. Own
 contributions are taken *as the others see them*, encoded and decoded, so that what an island adds early is
 exactly what it later takes back. Outer arithmetic is fp32 on flat vectors, whatever the model's precision.
-Inner optimizer state stays local."""
+Inner optimizer state stays local.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from isles.core.replica import Replica
 from isles.core.schedule import Due, Schedule
 from isles.core.state import OuterState, Sent, check_saved, load_state, save_state
 from isles.core.stats import Event, Kind, Stats
-from isles.wire.codecs import codecs
+from isles.wire.codecs import codecs, is_finite
 from isles.wire.world import Handle, Payload, World, default_world
 
 logger = logging.getLogger("isles")
@@ -84,13 +85,16 @@ class DiLoCo:
         self.step_count = 0
         self.stats = Stats()
         self._on_event = on_event
-        self._codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
+        codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
+        self._codec = codec.contracting() if method.error_feedback else codec
         self._replica = Replica(model, optimizer, self.fragments)
-        self._total_weight = agreement.at_start(self.world, method, self.weight, self._replica, sync_initial)
+        self._link = _Counted(self.world, self.stats)
+        self._total_weight = agreement.at_start(self._link, method, self.weight, self._replica, sync_initial)
         self._outer = OuterSGD.of(method)
         self._states = [self._new_state(fragment) for fragment in self.fragments]
         self._resumed = False
         self._showing_global = False
+        self._closed = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _new_state(self, fragment: Fragment) -> OuterState:
@@ -106,9 +110,7 @@ class DiLoCo:
             raise RuntimeError(
                 "optimizer.step() inside global_model(): the model holds the global weights there, train outside"
             )
-        if self._resumed:
-            agreement.after_resume(self.world, self.method, self.step_count, [state.anchor for state in self._states])
-            self._resumed = False
+        self._check_resumed()
         self.step_count += 1
         for due in self.schedule.sends(self.step_count):
             if self.fragments[due.fragment].numel:
@@ -117,22 +119,34 @@ class DiLoCo:
             if self.fragments[due.fragment].numel:
                 self._apply(due)
 
+    def _check_resumed(self) -> None:
+        """Before anything is exchanged after `load_state_dict`: have all islands loaded the same?"""
+        if self._resumed:
+            agreement.after_resume(self.world, self.method, self.step_count, self._anchors())
+            self._resumed = False
+
+    def _anchors(self) -> list[Tensor]:
+        return [state.anchor for state in self._states]
+
     def _send(self, due: Due) -> None:
         begin = time.perf_counter()
         fragment, state = self.fragments[due.fragment], self._states[due.fragment]
         delta = state.anchor - fragment.read()  # Delta_m = anchor - theta_m
-        weight = self.weight
-        if not _is_finite(delta):
+        if state.residual is not None:
+            delta += state.residual
+        if not is_finite(delta):
             self._recover(due)
-        if state.void:
-            delta, weight, state.void = torch.zeros_like(delta), 0.0, False
-        elif state.residual is not None:
-            delta = delta + state.residual
+        sits_out, state.void = state.void, False
+        weight = 0.0 if sits_out else self.weight
+        if sits_out:
+            delta.zero_()
+            self.stats.nonfinite_rounds += 1
+            self._tell("nonfinite", due)
         body = self._codec.encode(delta)
-        if state.residual is not None and weight:
+        if state.residual is not None:
             state.residual = delta - self._codec.decode(body, fragment.numel)
         body = body.cpu()
-        handle = self.world.start(Payload(due.fragment, due.round, self._codec, fragment.numel, weight, body))
+        handle = self._link.start(Payload(due.fragment, due.round, self._codec, fragment.numel, weight, body))
         eager = self.method.update == "eager"
         state.rounds[due.round] = Sent(handle, body if eager else None, weight / self._total_weight if eager else 0.0)
         self._count_send(due, handle, body.numel(), fragment.numel, time.perf_counter() - begin)
@@ -184,27 +198,24 @@ class DiLoCo:
     def _recover(self, due: Due) -> None:
         """The island has gone astray: what is not finite goes back to the global value, and its rounds do not count.
 
-        All fragments at once, not only the one that is due: weights that are left at NaN would spoil the
-        others again in the next forward pass."""
-        self.stats.nonfinite_rounds += 1
+        All fragments at once, not only the one that is due: weights that are left at NaN would spoil the others again
+        in the next forward pass.
+        """
         logger.warning(
-            "island %d sits out a round of fragment %d at step %d, since its outer gradient is not finite; "
-            "it goes on from the global weights",
+            "island %d: the outer gradient of fragment %d is not finite at step %d; what is not finite goes back to "
+            "the global weights, and the island sits out those rounds",
             self.world.rank,
             due.fragment,
             self.step_count,
         )
-        self._tell("nonfinite", due)
-        for fragment, state in zip(self.fragments, self._states, strict=True):
-            if not _is_finite(fragment.read()):
+        for index, (fragment, state) in enumerate(zip(self.fragments, self._states, strict=True)):
+            if index == due.fragment or not is_finite(fragment.read()):
                 fragment.write(state.anchor)
                 state.void = True
         self._replica.heal_optimizer()
 
     def _count_send(self, due: Due, handle: Handle, num_bytes: int, numel: int, seconds: float) -> None:
         self.stats.sends += 1
-        self.stats.bytes_sent += handle.bytes_sent
-        self.stats.bytes_received += handle.bytes_received
         self.stats.payload_bytes += num_bytes
         self.stats.payload_parameters += numel
         self._tell("send", due, num_bytes=handle.bytes_sent, seconds=seconds)
@@ -223,16 +234,16 @@ class DiLoCo:
         """
         if self._showing_global:
             raise RuntimeError("global_model() inside global_model()")
-        own = [[tensor.clone() for tensor in fragment.tensors()] for fragment in self.fragments]
-        self._show([state.anchor for state in self._states])
+        own = [fragment.snapshot() for fragment in self.fragments]
+        self._show(self._anchors())
         self._showing_global = True
         try:
             yield self.model
         finally:
             self._showing_global = False
-            for fragment, tensors in zip(self.fragments, own, strict=True):
-                with torch.no_grad():
-                    torch._foreach_copy_(fragment.tensors(), tensors)
+            with torch.no_grad():
+                for fragment, snapshot in zip(self.fragments, own, strict=True):
+                    fragment.restore(snapshot)
 
     @torch.no_grad()
     def _show(self, vectors: list[Tensor]) -> None:
@@ -245,15 +256,21 @@ class DiLoCo:
 
         What an island has learned since it last sent a fragment is not in the global model: end on a step at
         which fragments are sent if that matters. Floating-point buffers (BatchNorm statistics) become the
-        mean over islands, others those of island 0."""
+        mean over islands, others those of island 0.
+        """
+        if self._showing_global:
+            raise RuntimeError("finish() inside global_model(): leave it first")
+        self._check_resumed()
         for index, state in enumerate(self._states):
             for number in list(state.rounds):
                 self._outer_step(Due(index, number))
-        agreement.at_finish(self.world, self.weight, [state.anchor for state in self._states])
-        self._show([state.anchor for state in self._states])
-        agreement.average_buffers(self.world, self.weight, self._replica)
+        agreement.at_finish(self._link, self.weight, self._anchors())
+        self._show(self._anchors())
+        agreement.average_buffers(self._link, self.weight, self._replica)
 
     def __enter__(self) -> DiLoCo:
+        if self._closed:
+            raise RuntimeError("this DiLoCo is closed: make a new one (and load_state_dict to go on)")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -265,6 +282,7 @@ class DiLoCo:
 
     def close(self) -> None:
         """Takes the hook off the optimizer. Nothing in flight is waited for; `finish()` before it if that matters."""
+        self._closed = True
         self._hook.remove()
 
     # ---- checkpoints
@@ -276,8 +294,13 @@ class DiLoCo:
         `replica=False` leaves it out for those who save model and optimizer themselves. Tensors are copies. It loads
         with torch.load(weights_only=True).
         """
+        if replica and self._showing_global:
+            raise RuntimeError(
+                "state_dict() inside global_model(): the model holds the global weights there, save outside"
+            )
         state = {
             "version": 1,
+            "island": self.world.rank,
             "method": self.method.as_dict(),
             "step": self.step_count,
             "total_weight": self._total_weight,
@@ -289,15 +312,37 @@ class DiLoCo:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state_dict()` was taken. Every island loads its own, of the same step."""
-        check_saved(state, self.method, self.fragments)
+        check_saved(state, self.method, self.fragments, self.world.rank)
+        if "replica" in state:
+            self._replica.load_state_dict(state["replica"])
         self.step_count = state["step"]
-        self.stats = Stats(**state["stats"])
+        self.stats = self._link.stats = Stats(**state["stats"])
         self._total_weight = state["total_weight"]
         for outer, saved in zip(self._states, state["fragments"], strict=True):
             load_state(outer, saved)
-        if "replica" in state:
-            self._replica.load_state_dict(state["replica"])
         self._resumed = True
+
+
+class _Counted:
+    """A world whose traffic is counted: outer gradients, and what islands exchange at the start and at the end."""
+
+    def __init__(self, world: World, stats: Stats) -> None:
+        self.world, self.stats = world, stats
+        self.gather = world.gather
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    def start(self, payload: Payload) -> Handle:
+        handle = self.world.start(payload)
+        self.stats.bytes_sent += handle.bytes_sent
+        self.stats.bytes_received += handle.bytes_received
+        return handle
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, weight: float) -> None:
@@ -318,10 +363,3 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method:
             f"the optimizer does not hold these trainable parameters of the model: {few}; "
             "make it from this model's parameters, or freeze them"
         )
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Whether all values are finite; a sum is nearly free, and only a finite sum proves it, so the rest is
-    looked at closely.
-    """
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

@@ -13,7 +13,8 @@ Finding the layer stack needs no names. In every ModuleList, Sequential and Modu
 class form a group; the class whose groups hold the most trainable parameters is the layer class, and all its
 outermost groups, in model order, are the stack. That finds the blocks of GPT-2 and Llama, both stacks of an
 encoder-decoder, the stages of a ResNet and the Linear layers of a plain Sequential, and passes over the
-experts inside a block."""
+experts inside a block.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +58,15 @@ class Fragment:
             torch._foreach_copy_(
                 tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
             )
+
+    def snapshot(self) -> list[Tensor]:
+        """Copies of the parameters as they are, in their own precision."""
+        return [tensor.clone() for tensor in self.tensors()]
+
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Puts a snapshot back, bit for bit."""
+        if snapshot:
+            torch._foreach_copy_(self.tensors(), snapshot)
 
 
 def local(parameter: Tensor) -> Tensor:

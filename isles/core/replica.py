@@ -2,7 +2,8 @@
 
 Parameters are seen through the fragments; besides them there are frozen parameters, which all islands must
 have alike, buffers such as BatchNorm statistics, and the inner optimizer, whose state never leaves the
-island."""
+island.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.core.fragments import Fragment, clean_name, unwrap
+from isles.wire.codecs import is_finite
 
 
 class Replica:
@@ -33,11 +35,17 @@ class Replica:
         return {name: buffer for name, buffer in named.items() if name in kept}
 
     def heal_optimizer(self) -> None:
-        """Zeroes what is not finite in the optimizer's state: a moment that is NaN stays NaN for ever."""
+        """Forgets the optimizer's state of a parameter where it is not finite: a moment that is NaN stays NaN.
+
+        All of a parameter's state, not only the entries that are not finite: without its second moment, what is left of
+        the first would make an enormous step.
+        """
         for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    torch.nan_to_num_(value, nan=0.0, posinf=0.0, neginf=0.0)
+            moments = [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
+            if not all(is_finite(moment) for moment in moments):
+                for moment in moments:
+                    if moment.dim() > 0:  # a count of steps stays
+                        moment.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         parameters = {
@@ -49,9 +57,16 @@ class Replica:
         return {"parameters": parameters, "buffers": buffers, "optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for fragment in self.fragments:
-            for name, tensor in zip(fragment.names, fragment.tensors(), strict=True):
-                tensor.copy_(state["parameters"][name])
-        for name, buffer in self.buffers().items():
-            buffer.copy_(state["buffers"][name])
+        """All or nothing: what does not fit is found before anything is changed."""
+        if not {"parameters", "buffers", "optimizer"} <= state.keys():
+            raise ValueError("this is not a state of isles.DiLoCo (version 1): a part of the replica is missing")
+        own, saved = self._tensors(), {**state["parameters"], **state["buffers"]}
+        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
+            raise ValueError("the checkpoint is of another model: its parameters or buffers have other names or shapes")
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parameters = {n: t for part in self.fragments for n, t in zip(part.names, part.tensors(), strict=True)}
+        return {**parameters, **self.buffers()}

@@ -76,9 +76,10 @@ def load_state(state: OuterState, saved: dict[str, Any]) -> None:
     }
 
 
-def check_saved(state: dict[str, Any], method: Method, fragments: list[Fragment]) -> None:
-    """Raises unless what was saved is of this method and this model."""
-    if state.get("version") != 1:
+def check_saved(state: dict[str, Any], method: Method, fragments: list[Fragment], rank: int) -> None:
+    """Raises unless what was saved is of this method, this model and, where islands differ, this island."""
+    wanted = {"version", "island", "method", "step", "total_weight", "stats", "fragments"}
+    if not isinstance(state, dict) or not wanted <= state.keys() or state["version"] != 1:
         raise ValueError("this is not a state of isles.DiLoCo (version 1)")
     mine, theirs = method.as_dict(), state["method"]
     different = [
@@ -91,3 +92,6 @@ def check_saved(state: dict[str, Any], method: Method, fragments: list[Fragment]
     saved = [(fragment["names"], fragment["anchor"].numel()) for fragment in state["fragments"]]
     if saved != [(fragment.names, fragment.numel) for fragment in fragments]:
         raise ValueError("the checkpoint is of another model: its parameters have other names or sizes")
+    if method.update == "eager" and state["island"] != rank:
+        whose = f"the checkpoint is of island {state['island']}, this is island {rank}"
+        raise ValueError(f"{whose}: with eager updates each loads its own")

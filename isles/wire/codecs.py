@@ -13,9 +13,9 @@ payload can be cut at any block, which is what lets several islands share the wo
     random-drop          a random quarter of each block, the rest is zero              them at the size of e3m0:
     dare                 the same, scaled up by 4 so that the expectation is right     4 bits a value)
 
-Scales are bf16 and rounded up, so that the largest value of a block is never out of range. Nothing here draws from a
-random generator: where a choice must look random (which values are dropped, stochastic rounding), it is a hash of the
-block's own bits, so the same values give the same bytes in any process, and a resumed run is the same run.
+Scales are bf16. Nothing here draws from a random generator: where a choice must look random (which values are
+dropped, stochastic rounding), it is a hash of the block's own bits and place, so the same values give the same bytes in
+any process, and a resumed run is the same run.
 
 `codecs` is the registry, a plain dict: adding a codec is adding an entry. To round stochastically,
 `dataclasses.replace(codecs["int4"], stochastic=True)`; what decodes a payload does not depend on it.
@@ -23,13 +23,18 @@ block's own bits, so the same values give the same bytes in any process, and a r
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 MANTISSA_BITS = 23  # of fp32
 MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 value but its sign
+HALF_OF_SMALLEST = 127 - 7 << MANTISSA_BITS  # the bits of 2^-7, half of e3m0's smallest level
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ class Codec:
     name: str
     block: int
     stochastic: bool = False
+
+    sparse: ClassVar[bool] = False
+    """Most values are not sent: encoding a mean of such payloads again would lose most of it."""
 
     @property
     def block_bytes(self) -> int:
@@ -53,6 +61,10 @@ class Codec:
         """uint8 [rows, block_bytes] -> fp32 [rows, block]."""
         raise NotImplementedError
 
+    def contracting(self) -> Codec:
+        """The codec to use with error feedback, which only converges if decoding never overshoots."""
+        return self
+
     def num_bytes(self, numel: int) -> int:
         """Size of the payload of so many values."""
         return -(-numel // self.block) * self.block_bytes
@@ -66,6 +78,10 @@ class Codec:
         if not values.is_floating_point():
             raise ValueError(f"{self.name} encodes floating-point tensors, not {values.dtype}")
         flat = values.detach().reshape(-1).float()
+        if not is_finite(flat):
+            raise ValueError(f"only finite values can be encoded: {int((~torch.isfinite(flat)).sum())} are not")
+        if flat.numel() == 0:
+            return torch.empty(0, dtype=torch.uint8, device=flat.device)
         rows = -(-flat.numel() // self.block)
         if flat.numel() < rows * self.block:
             flat = torch.cat([flat, flat.new_zeros(rows * self.block - flat.numel())])
@@ -84,6 +100,8 @@ class Codec:
                 f"this payload has {payload.numel()} bytes, but {numel} values in {self.name} take "
                 f"{self.num_bytes(numel)}: truncated, or of another codec or length"
             )
+        if numel == 0:
+            return torch.empty(0, device=payload.device)
         return self.unpack(payload.view(-1, self.block_bytes)).reshape(-1)[:numel]
 
 
@@ -95,7 +113,6 @@ class FloatCodec(Codec):
     """Values in a float format of torch. Beyond the largest finite value it saturates: infinity is never sent."""
 
     dtype: torch.dtype = torch.float32
-    kept_mantissa_bits: int = MANTISSA_BITS
 
     @property
     def block_bytes(self) -> int:
@@ -104,10 +121,10 @@ class FloatCodec(Codec):
     def pack(self, blocks: Tensor) -> Tensor:
         if self.dtype != torch.float32:
             if self.stochastic:
-                blocks = _round_mantissa(blocks, self.kept_mantissa_bits)
+                blocks = _round_at_random(blocks, self.dtype)
             largest = torch.finfo(self.dtype).max
             blocks = blocks.clamp(-largest, largest)
-        return blocks.to(self.dtype).contiguous().view(torch.uint8)
+        return _bytes(blocks.to(self.dtype, copy=True))
 
     def unpack(self, rows: Tensor) -> Tensor:
         return _aligned(rows, self.dtype).float()
@@ -127,11 +144,11 @@ class Fp8Codec(Codec):
         return 2 + self.block
 
     def pack(self, blocks: Tensor) -> Tensor:
-        largest = torch.finfo(torch.float8_e4m3fn).max
-        scale = _scale(blocks, largest)
+        largest = 448  # of e4m3
+        scale = _scale(blocks, largest, self.stochastic)
         scaled = _divide(blocks, scale)
         if self.stochastic:
-            scaled = _round_mantissa(scaled, 3)
+            scaled = _round_at_random(scaled, torch.float8_e4m3fn)
         codes = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
         return torch.cat([_bytes(scale), codes], dim=1)
 
@@ -154,7 +171,7 @@ class IntCodec(Codec):
         return 2 + self.block * self.bits // 8
 
     def pack(self, blocks: Tensor) -> Tensor:
-        scale = _scale(blocks, self.limit)
+        scale = _scale(blocks, self.limit, self.stochastic)
         scaled = _divide(blocks, scale)
         whole = (scaled + _uniform(blocks)).floor() if self.stochastic else scaled.round()
         codes = whole.clamp(-self.limit, self.limit).to(torch.int8).view(torch.uint8)
@@ -181,7 +198,7 @@ class E3M0Codec(Codec):
         return 2 + self.block // 2
 
     def pack(self, blocks: Tensor) -> Tensor:
-        scale = _scale(blocks, 1)
+        scale = _scale(blocks, 1, self.stochastic)
         bits = _divide(blocks, scale).view(torch.int32)
         magnitude = bits & MAGNITUDE
         if self.stochastic:
@@ -195,6 +212,7 @@ class E3M0Codec(Codec):
             )
         else:
             code = (magnitude + (1 << MANTISSA_BITS - 1) >> MANTISSA_BITS) - (127 - 7)
+            code = torch.maximum(code, (magnitude >= HALF_OF_SMALLEST).int())  # zero is as far away as it should be
         code = code.clamp(0, 7) | (bits < 0).int() << 3
         return torch.cat([_bytes(scale), _pack_nibbles(code.to(torch.uint8))], dim=1)
 
@@ -211,6 +229,8 @@ class TopKCodec(Codec):
     """The `kept` values of largest magnitude in each block, in bf16, each with its place in 16 bits."""
 
     kept: int = 1
+
+    sparse = True
 
     @property
     def block_bytes(self) -> int:
@@ -231,10 +251,13 @@ class RandomDropCodec(Codec):
     """`kept` values of each block, chosen by a hash, in bf16; their places follow from a seed of 4 bytes.
 
     With `rescale` every value is multiplied by block / kept, so that dropping leaves the expectation as it was (DARE).
+    Error feedback sees to that in its own way; both together would count the same loss twice, and diverge.
     """
 
     kept: int = 1
     rescale: bool = False
+
+    sparse = True
 
     @property
     def block_bytes(self) -> int:
@@ -250,6 +273,9 @@ class RandomDropCodec(Codec):
         values = _aligned(rows[:, 4:], torch.bfloat16).float()
         return values.new_zeros(rows.shape[0], self.block).scatter_(1, self._places(seeds), values)
 
+    def contracting(self) -> RandomDropCodec:
+        return dataclasses.replace(self, rescale=False)
+
     def _places(self, seeds: Tensor) -> Tensor:
         place = torch.arange(self.block, device=seeds.device)
         order = _hash(seeds, self.block) // self.block * self.block + place  # no two alike, so the choice is unique
@@ -260,8 +286,8 @@ codecs: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         FloatCodec("fp32", 1),
-        FloatCodec("bf16", 1, dtype=torch.bfloat16, kept_mantissa_bits=7),
-        FloatCodec("fp16", 1, dtype=torch.float16, kept_mantissa_bits=10),
+        FloatCodec("bf16", 1, dtype=torch.bfloat16),
+        FloatCodec("fp16", 1, dtype=torch.float16),
         Fp8Codec("fp8", 128),
         IntCodec("int8", 128, bits=8),
         IntCodec("int4", 128, bits=4),
@@ -273,24 +299,38 @@ codecs: dict[str, Codec] = {
 }
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite. A sum is nearly free, and a finite one proves it; otherwise each is looked at."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
 # ---- scales
 
 
-def _scale(blocks: Tensor, limit: float) -> Tensor:
-    """[rows, 1] bf16: the largest magnitude of each block over `limit`, rounded up. Blocks of denormals count as
-    zero.
+def _scale(blocks: Tensor, limit: int, round_up: bool) -> Tensor:
+    """[rows, 1] bf16: the largest magnitude of each block over `limit`. Blocks of denormals count as zero.
+
+    Rounded to nearest, the largest value still gets the largest code, and what was decoded is encoded without loss.
+    Rounded up, as stochastic rounding needs it, no value is out of range, and so none is biased. Either way it stops
+    short of where `limit` times the scale would be infinite.
     """
     largest = blocks.abs().amax(dim=1, keepdim=True) / limit
-    if not torch.isfinite(largest).all():
-        raise ValueError("only finite values can be encoded")
     largest = torch.where(largest < 2.0**-120, 0.0, largest)
-    up = (largest.view(torch.int32) + 0xFFFF) >> 16 << 16
-    return up.view(torch.float32).clamp(max=torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
+    if round_up:
+        largest = ((largest.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
+    return largest.clamp(max=_largest_scale(limit)).to(torch.bfloat16)
+
+
+@functools.cache
+def _largest_scale(limit: int) -> float:
+    """The largest bf16 number whose product with `limit` is finite in fp32."""
+    down = torch.tensor(torch.finfo(torch.float32).max / limit).view(torch.int32) >> 16 << 16
+    return float(down.view(torch.float32))
 
 
 def _divide(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Values in units of the scale; zero where the scale is."""
-    return blocks * torch.where(scale > 0, 1 / scale.float(), 0.0)
+    """Values in units of the scale. Where the scale is zero they are too small to matter, in any unit."""
+    return blocks / torch.where(scale > 0, scale.float(), 1.0)
 
 
 def _read_scale(rows: Tensor) -> Tensor:
@@ -311,7 +351,7 @@ def _aligned(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _to_bf16(values: Tensor, stochastic: bool) -> Tensor:
     largest = torch.finfo(torch.bfloat16).max
-    rounded = _round_mantissa(values, 7) if stochastic else values
+    rounded = _round_at_random(values, torch.bfloat16) if stochastic else values
     return _bytes(rounded.clamp(-largest, largest).to(torch.bfloat16))
 
 
@@ -329,10 +369,8 @@ def _unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def _seeds(blocks: Tensor) -> Tensor:
-    """[rows, 1]: a seed per block from the bits of its values; a sum of integers, so the order of summing is no
-    matter.
-    """
-    return blocks.view(torch.int32).sum(dim=1, keepdim=True) & 0x7FFFFFFF
+    """[rows, 1]: a seed per block from the bits of its values; a sum of integers, the same in any order."""
+    return blocks.contiguous().view(torch.int32).sum(dim=1, keepdim=True) & 0x7FFFFFFF
 
 
 def _hash(seeds: Tensor, columns: int) -> Tensor:
@@ -344,12 +382,21 @@ def _hash(seeds: Tensor, columns: int) -> Tensor:
 
 
 def _uniform(blocks: Tensor) -> Tensor:
-    """Numbers from 0 to below 1, one per value."""
-    return (_hash(_seeds(blocks), blocks.shape[1]) >> 7).float() / 2**24
+    """Numbers from 0 to below 1, one per value; equal values in different places get different ones."""
+    place = torch.arange(blocks.shape[0], device=blocks.device)[:, None]
+    return (_hash(_seeds(blocks) + place * 0x2545F491 & 0x7FFFFFFF, blocks.shape[1]) >> 7).float() / 2**24
 
 
-def _round_mantissa(values: Tensor, kept_bits: int) -> Tensor:
-    """Rounds to `kept_bits` of mantissa, up or down at random in proportion to what is cut off."""
-    dropped = MANTISSA_BITS - kept_bits
-    noise = (_uniform(values) * 2**dropped).int()
-    return ((values.view(torch.int32) + noise) >> dropped << dropped).view(torch.float32)
+def _round_at_random(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds to what a float format can hold, up or down at random in proportion to what is cut off.
+
+    Down to the smallest normal number that is a matter of the mantissa; below it, steps have a fixed size.
+    """
+    info = torch.finfo(dtype)
+    noise = _uniform(values)
+    dropped = MANTISSA_BITS + round(math.log2(info.eps))
+    normal = ((values.view(torch.int32) + (noise * 2**dropped).int()) >> dropped << dropped).view(torch.float32)
+    step = info.smallest_normal * info.eps
+    if step < torch.finfo(torch.float32).smallest_normal:  # bf16 reaches as far down as fp32
+        return normal
+    return torch.where(values.abs() < info.smallest_normal, (values / step + noise).floor() * step, normal)

@@ -8,7 +8,8 @@ It costs no speed where it matters: torch uses the cores for one island's operat
 islands' operations side by side.
 
 An island that raises takes the others with it: whoever waits for it, now or later, gets a `LostPeerError`. If
-all wait for rounds that nobody can complete any more, that is an error too, at once."""
+all wait for rounds that nobody can complete any more, that is an error too, at once.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from isles.wire import message, reduction
+from isles.wire.message import Header
 from isles.wire.world import LostPeerError, Mean, MismatchError, Payload
 
 T = TypeVar("T")
@@ -116,7 +118,7 @@ class _Table:
     def __init__(self, size: int, form: reduction.Reduction) -> None:
         reduction.check_reduction(form)
         self.size = size
-        self.form = reduction.choose(form, size)
+        self.reduction = form
         self.failure: BaseException | None = None
         self._culprit = ""
         self._changed = threading.Condition()
@@ -127,6 +129,7 @@ class _Table:
         self._outcomes: dict[int, Mean | MismatchError] = {}
         self._answered: dict[int, int] = {}
         self._notes: dict[int, dict[int, bytes]] = {}
+        self._read: dict[int, int] = {}
 
     # ---- turns
 
@@ -179,8 +182,9 @@ class _Table:
 
     def put(self, rank: int, number: int, payload: Payload) -> _Round:
         self._check_failure(rank)
+        form = reduction.choose(self.reduction, self.size, payload.codec)
         self._payloads.setdefault(number, {})[rank] = payload
-        return _Round(rank, number, self, reduction.traffic(self.form, self.size, payload))
+        return _Round(rank, number, self, reduction.traffic(form, self.size, payload))
 
     def mean(self, rank: int, number: int) -> Mean:
         ready = lambda: number in self._outcomes or len(self._payloads.get(number, ())) == self.size
@@ -200,9 +204,10 @@ class _Table:
         return outcome
 
     def _reduce(self, payloads: list[Payload]) -> Mean:
-        message.agree([message.header_of(payload, []) for payload in payloads])
+        forms = [reduction.choose(self.reduction, self.size, payload.codec) for payload in payloads]
+        message.agree([Header.of_payload(payload, form) for payload, form in zip(payloads, forms, strict=True)])
         first, weights = payloads[0], [payload.weight for payload in payloads]
-        if self.form == "all-gather" or self.size == 1:
+        if forms[0] == "all-gather":
             values = reduction.weighted_mean([payload.body for payload in payloads], weights, first.codec, first.numel)
         else:
             values = self._reduce_scatter(payloads, weights)
@@ -216,10 +221,13 @@ class _Table:
         return torch.cat([codec.decode(codec.encode(mean), size) for mean in means])[:numel]
 
     def gather(self, rank: int, number: int, data: bytes) -> list[bytes]:
-        notes = self._notes.setdefault(number, {})
-        notes[rank] = data
-        self._wait_until(rank, lambda: len(notes) == self.size, f"the others' notes, number {number}")
-        return [notes[r] for r in range(self.size)]
+        self._notes.setdefault(number, {})[rank] = data
+        self._wait_until(rank, lambda: len(self._notes[number]) == self.size, f"the others' notes, number {number}")
+        notes = [self._notes[number][r] for r in range(self.size)]
+        self._read[number] = self._read.get(number, 0) + 1
+        if self._read[number] == self.size:
+            del self._notes[number], self._read[number]
+        return notes
 
 
 @dataclass(frozen=True)

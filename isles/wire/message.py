@@ -1,14 +1,19 @@
-"""The header in front of every payload, and the checks that make a silent wrong average impossible.
+"""The header in front of everything that crosses a link, and the checks that make a silent wrong average impossible.
 
-Before a payload crosses the link, the islands exchange headers of fixed size: which fragment, which round,
-which codec, how many values, how many bytes, the island's weight, and a checksum per piece of the body. Only
-if all headers agree do the bodies follow; a transport that is told different sizes at its two ends would
-crash or, worse, deliver something. What arrives is compared with the checksum. Headers are parsed with
-`struct`: nothing from a peer is unpickled or evaluated."""
+Before anything else, the islands exchange headers. All headers have the same size, whatever follows, so that
+even islands that are not doing the same thing can read each other's: a transport that is told different sizes
+at its two ends crashes or, worse, delivers something. A header says what follows (a payload, or a note), in
+which form of the reduction, which fragment, round and codec, how many values and bytes, the island's weight,
+a checksum of the body, and a checksum of itself. Only if all headers agree do the bodies follow, and what
+arrives is compared with its checksum.
+
+Headers are parsed with `struct`: nothing from a peer is unpickled or evaluated.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -19,89 +24,101 @@ from torch import Tensor
 
 from isles.wire.world import MismatchError, Payload
 
-MAGIC = b"isle"
-VERSION = 1
-FIXED = struct.Struct("<4sB3x24sIQQQd")
-"""magic, version, codec, fragment, round, number of values, bytes of the body, weight."""
+MAGIC, VERSION = b"isle", 2
+FIELDS = struct.Struct("<4sB16s24sIQQQdI")
+"""magic, version, form, codec, fragment, round, values, bytes, weight, checksum of the body."""
+CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = FIELDS.size + CHECKSUM.size
+NOTE = "note"
+LARGEST_NOTE = 1 << 28
+"""Bytes; more than that is not a note, but noise where its length should be."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What an island says about its payload before it sends it."""
+    """What an island says about what it is going to send."""
 
+    form: str
+    """How it is exchanged: as a payload, in one of the forms of `isles.wire.reduction`, or as a note."""
     codec: str
     fragment: int
     round: int
     numel: int
     num_bytes: int
     weight: float
-    checksums: tuple[int, ...]
-    """CRC-32 of each piece of the body, in the order in which the pieces are sent."""
-
-    def pack(self) -> bytes:
-        name = self.codec.encode()
-        fixed = FIXED.pack(MAGIC, VERSION, name, self.fragment, self.round, self.numel, self.num_bytes, self.weight)
-        return fixed + struct.pack(f"<{len(self.checksums)}I", *self.checksums)
+    checksum: int
 
     @classmethod
-    def unpack(cls, data: bytes, pieces: int, rank: int) -> Header:
-        """Reads what island `rank` sent; MismatchError if it is no header of this version."""
-        if len(data) != header_bytes(pieces):
-            raise MismatchError(f"island {rank} sent a header of {len(data)} bytes instead of {header_bytes(pieces)}")
-        magic, version, name, fragment, number, numel, num_bytes, weight = FIXED.unpack_from(data)
-        if magic != MAGIC or version != VERSION:
+    def of_payload(cls, payload: Payload, form: str) -> Header:
+        where = (payload.codec.name, payload.fragment, payload.round, payload.numel)
+        return cls(form, *where, payload.body.numel(), payload.weight, checksum(payload.body))
+
+    @classmethod
+    def of_note(cls, data: bytes) -> Header:
+        return cls(NOTE, "", 0, 0, 0, len(data), 0.0, zlib.crc32(data))
+
+    def pack(self) -> bytes:
+        names = self.form.encode(), self.codec.encode()
+        numbers = self.fragment, self.round, self.numel, self.num_bytes, self.weight, self.checksum
+        fields = FIELDS.pack(MAGIC, VERSION, *names, *numbers)
+        return fields + CHECKSUM.pack(zlib.crc32(fields))
+
+    @classmethod
+    def unpack(cls, data: bytes, rank: int) -> Header:
+        """Reads what island `rank` sent; MismatchError if it is no header, or a damaged one."""
+        if len(data) != HEADER_BYTES:
+            raise MismatchError(f"island {rank} sent a header of {len(data)} bytes instead of {HEADER_BYTES}")
+        magic, version, form, codec, *numbers = FIELDS.unpack_from(data)
+        if (magic, version) != (MAGIC, VERSION):
+            said, wanted = f"{magic!r} version {version}", f"{MAGIC!r} version {VERSION}"
+            raise MismatchError(f"island {rank} sent {said}, not {wanted}: run the same isles everywhere")
+        if CHECKSUM.unpack_from(data, FIELDS.size)[0] != zlib.crc32(data[: FIELDS.size]):
+            raise MismatchError(f"the header of island {rank} was damaged on the way: its checksum is wrong")
+        header = cls(_text(form), _text(codec), *numbers)
+        header.check(rank)
+        return header
+
+    def check(self, rank: int) -> None:
+        """Raises if no island could mean this."""
+        if not (math.isfinite(self.weight) and self.weight >= 0):
             raise MismatchError(
-                f"island {rank} sent {magic!r} version {version}, not {MAGIC!r} version {VERSION}: "
-                "run the same isles everywhere"
+                f"island {rank} sent the weight {self.weight}: a weight is a finite number, not negative"
             )
-        if not 0 <= weight < float("inf"):
-            raise MismatchError(f"island {rank} sent the weight {weight}: a weight is a finite number, not negative")
-        checksums = struct.unpack_from(f"<{pieces}I", data, FIXED.size)
-        codec = name.rstrip(b"\0").decode(errors="replace")
-        return cls(codec, fragment, number, numel, num_bytes, weight, checksums)
+        if self.form == NOTE and self.num_bytes > LARGEST_NOTE:
+            raise MismatchError(f"island {rank} announced a note of {self.num_bytes} bytes: the most is {LARGEST_NOTE}")
 
     def about(self) -> str:
         """What has to be the same on all islands, in words."""
+        if self.form == NOTE:
+            return "a note"
         what = f"{self.numel} values as {self.num_bytes} bytes of {self.codec}"
-        return f"fragment {self.fragment}, round {self.round}, {what}"
-
-
-def header_bytes(pieces: int) -> int:
-    """Size of a header for a body sent in so many pieces."""
-    return FIXED.size + 4 * pieces
-
-
-def header_of(payload: Payload, pieces: Sequence[Tensor]) -> Header:
-    """The header of a payload that is sent in these pieces."""
-    checksums = tuple(checksum(piece) for piece in pieces)
-    return Header(
-        payload.codec.name,
-        payload.fragment,
-        payload.round,
-        payload.numel,
-        payload.body.numel(),
-        payload.weight,
-        checksums,
-    )
+        return f"fragment {self.fragment}, round {self.round}, {what}, by {self.form}"
 
 
 def agree(headers: Sequence[Header]) -> None:
-    """Raises unless all islands are in the same round; the message names two that are not."""
+    """Raises unless all islands are about to do the same; the message names two that are not."""
     for rank, header in enumerate(headers):
+        header.check(rank)
         if header.about() != headers[0].about():
-            raise MismatchError(
-                f"islands disagree: island 0 sends {headers[0].about()}; island {rank} sends {header.about()}"
-            )
+            mine, theirs = headers[0].about(), header.about()
+            raise MismatchError(f"islands disagree: island 0 sends {mine}; island {rank} sends {theirs}")
 
 
-def verify(header: Header, piece: int, body: Tensor, rank: int) -> None:
-    """Raises unless what arrived of a piece is what island `rank` said it would send."""
-    found = checksum(body)
-    if found != header.checksums[piece]:
-        raise MismatchError(
-            f"the payload of island {rank} ({header.about()}) was damaged on the way: "
-            f"checksum {found:08x} instead of {header.checksums[piece]:08x}"
-        )
+def verify(header: Header, body: Tensor, rank: int, reader: int) -> None:
+    """Raises unless the body that arrived at island `reader` is what island `rank` said it would send."""
+    _compare(checksum(body), header.checksum, f"the payload of island {rank} ({header.about()})", reader)
+
+
+def seal(piece: Tensor) -> Tensor:
+    """A piece of a body with its checksum behind it."""
+    return torch.cat([piece, torch.frombuffer(bytearray(CHECKSUM.pack(checksum(piece))), dtype=torch.uint8)])
+
+
+def unseal(sealed: Tensor, what: str, reader: int) -> Tensor:
+    """The piece, if it has arrived at island `reader` as it was sealed."""
+    piece, behind = sealed[: -CHECKSUM.size], bytes(sealed[-CHECKSUM.size :].tolist())
+    _compare(checksum(piece), CHECKSUM.unpack(behind)[0], what, reader)
+    return piece
 
 
 def checksum(body: Tensor) -> int:
@@ -112,3 +129,12 @@ def checksum(body: Tensor) -> int:
     if body.numel() == 0:
         return 0
     return zlib.crc32((ctypes.c_char * body.numel()).from_address(body.data_ptr()))
+
+
+def _compare(found: int, expected: int, what: str, reader: int) -> None:
+    if found != expected:
+        raise MismatchError(f"{what} reached island {reader} damaged: checksum {found:08x} instead of {expected:08x}")
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")

@@ -11,31 +11,32 @@ more.
 At two islands both send the same, so all-gather is the better one. `docs/log.md` has the measurement behind `choose`.
 
 These are pure functions; each world moves the bytes in its own way and calls them. `LocalWorld` and
-`TorchWorld` agree bit for bit because there is only one place where numbers are added up."""
+`TorchWorld` agree bit for bit because there is only one place where numbers are added up.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from isles.wire.codecs import Codec
-from isles.wire.message import header_bytes
+from isles.wire.codecs import Codec, is_finite
+from isles.wire.message import CHECKSUM, HEADER_BYTES
 from isles.wire.world import Payload
 
 Reduction = Literal["auto", "all-gather", "reduce-scatter"]
-CHECKSUM_BYTES = 4
-LARGEST_ALL_GATHER = 3
+LARGEST_ALL_GATHER = 4
 """The most islands for which all-gather is the default."""
 
 
-def choose(reduction: Reduction, islands: int) -> Reduction:
-    """Which form is used for so many islands."""
+def choose(reduction: Reduction, islands: int, codec: Codec) -> Reduction:
+    """Which form is used for so many islands. A mean of sparse vectors is not sparse: it is not encoded again."""
     if reduction == "auto":
-        return "all-gather" if islands <= LARGEST_ALL_GATHER else "reduce-scatter"
-    return reduction
+        return "all-gather" if islands <= LARGEST_ALL_GATHER or codec.sparse else "reduce-scatter"
+    return "all-gather" if islands == 1 else reduction
 
 
 def check_reduction(reduction: str) -> None:
@@ -66,22 +67,39 @@ def split(body: Tensor, numel: int, islands: int, codec: Codec) -> Tensor:
 
 
 def weighted_mean(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, numel: int) -> Tensor:
-    """The mean of payloads in fp32, added up in the given order. Weight zero means not there: its body is not
-    even read.
-    """
+    """The mean of payloads in fp32, added up in the given order. Weight zero means not there: its body is not read."""
+    scaled = _scaled(weights)
+    total = sum(scaled)
+    if total == 0:
+        return torch.zeros(numel)
+    mean = _weighted_sum(bodies, scaled, codec, numel).div_(total)
+    if not is_finite(mean):  # the sum was too large for fp32, the mean is not
+        mean = _weighted_sum(bodies, [weight / total for weight in scaled], codec, numel)
+    return mean
+
+
+def _weighted_sum(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, numel: int) -> Tensor:
     total = torch.zeros(numel)
     for body, weight in zip(bodies, weights, strict=True):
         if weight > 0:
             values = codec.decode(body, numel)
             total.add_(values if weight == 1 else values * weight)
-    sum_of_weights = sum(weights)
-    return total.div_(sum_of_weights) if sum_of_weights > 0 else total
+    return total
+
+
+def _scaled(weights: Sequence[float]) -> list[float]:
+    """Weights times a power of two, exactly, so that the largest is about 1: only their ratios matter.
+
+    >>> _scaled([1.0, 3.0]), _scaled([2.0**200, 2.0**201, 0.0])
+    ([0.5, 1.5], [0.5, 1.0, 0.0])
+    """
+    exponent = math.frexp(max(weights))[1] - 1
+    return [math.ldexp(weight, -exponent) for weight in weights]
 
 
 def traffic(form: Reduction, islands: int, payload: Payload) -> int:
-    """Bytes that one island sends for a round, and receives, headers included."""
-    others = islands - 1
+    """Bytes that one island sends for a round, and receives, headers and checksums included."""
     if form == "all-gather":
-        return others * (header_bytes(1) + payload.body.numel())
-    piece_bytes = payload.codec.num_bytes(piece_numel(payload.numel, islands, payload.codec))
-    return others * (header_bytes(islands) + piece_bytes + CHECKSUM_BYTES + piece_bytes)
+        return (islands - 1) * (HEADER_BYTES + payload.body.numel())
+    piece_bytes = payload.codec.num_bytes(piece_numel(payload.numel, islands, payload.codec)) + CHECKSUM.size
+    return (islands - 1) * (HEADER_BYTES + 2 * piece_bytes)

@@ -10,7 +10,8 @@ while the training loop runs on. Bodies go in slices: the time-out is about sile
 large payload takes on a slow link.
 
 When a peer dies or stays silent for `timeout`, the round that was under way raises `LostPeerError`, and so
-does every later one."""
+does every later one.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from isles.wire import message, reduction
 from isles.wire.message import Header
 from isles.wire.reduction import Reduction, check_reduction, choose
-from isles.wire.world import LostPeerError, Mean, MismatchError, Payload
+from isles.wire.world import LostPeerError, Mean, Payload
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 SLICE_BYTES = 8 << 20
@@ -44,7 +45,8 @@ class TorchWorld:
     `timeout` (seconds, or a timedelta) is how long an island may be silent before it counts as lost. It has
     to be longer than the longest pause of one island: an evaluation, a checkpoint, a slow start. `reduction`
     is "all-gather", "reduce-scatter" or "auto" (see `isles.wire.reduction`). All ranks of the group make
-    their TorchWorld at the same time."""
+    their TorchWorld at the same time.
+    """
 
     def __init__(
         self,
@@ -61,15 +63,18 @@ class TorchWorld:
             raise ValueError(
                 "TorchWorld needs torch.distributed: start with torchrun, call torch.distributed.init_process_group()"
             )
-        ranks = dist.get_process_group_ranks(_group_of(group_or_mesh))
+        ranks = _ranks_of(group_or_mesh)
         self.timeout_seconds = float(seconds)
-        self._group = dist.new_group(
-            ranks, timeout=datetime.timedelta(seconds=seconds), backend="gloo", use_local_synchronization=True
-        )
         self.rank = ranks.index(dist.get_rank())
         self._size = len(ranks)
-        self._form = choose(reduction, self._size)
-        self._talker = _Talker(self.rank, self.timeout_seconds)
+        self._reduction: Reduction = reduction
+        try:
+            self._group = dist.new_group(
+                ranks, datetime.timedelta(seconds=seconds), backend="gloo", use_local_synchronization=True
+            )
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._talker = _Talker(f"isles-island-{self.rank}")
         weakref.finalize(self, self._talker.stop)
 
     @property
@@ -77,79 +82,100 @@ class TorchWorld:
         return self._size
 
     def start(self, payload: Payload) -> _Round:
-        return _Round(self._talker.do(self._exchange, payload), reduction.traffic(self._form, self.size, payload))
+        form = choose(self._reduction, self.size, payload.codec)
+        return _Round(self._talker.do(self._exchange, payload, form), reduction.traffic(form, self.size, payload))
 
     def gather(self, data: bytes) -> list[bytes]:
         return self._talker.do(self._gather, data).result()
 
     # ---- in the talker's thread
 
-    def _exchange(self, payload: Payload) -> Mean:
-        all_gather = self._form == "all-gather"
-        pieces = (
-            payload.body.view(1, -1)
-            if all_gather
-            else reduction.split(payload.body, payload.numel, self.size, payload.codec)
-        )
-        headers = self._exchange_headers(message.header_of(payload, list(pieces)))
-        values = (self._all_gather if all_gather else self._reduce_scatter)(payload, pieces, headers)
-        return Mean(values, {rank: header.weight for rank, header in enumerate(headers) if header.weight > 0})
+    def _exchange(self, payload: Payload, form: Reduction) -> Mean:
+        headers = self._exchange_headers(Header.of_payload(payload, form))
+        weights = [header.weight for header in headers]
+        if form == "all-gather":
+            values = self._all_gather(payload, headers, weights)
+        else:
+            values = self._reduce_scatter(payload, headers, weights)
+        return Mean(values, {rank: weight for rank, weight in enumerate(weights) if weight > 0})
 
     def _exchange_headers(self, own: Header) -> list[Header]:
-        received = self._collect(_tensor_of(own.pack()))
-        headers = [Header.unpack(_bytes_of(row), len(own.checksums), rank) for rank, row in enumerate(received)]
+        headers = [
+            Header.unpack(_bytes_of(row), rank) for rank, row in enumerate(self._collect(_tensor_of(own.pack())))
+        ]
         message.agree(headers)
         return headers
 
-    def _all_gather(self, payload: Payload, pieces: Tensor, headers: list[Header]) -> Tensor:
-        bodies = self._collect(pieces[0])
+    def _all_gather(self, payload: Payload, headers: list[Header], weights: list[float]) -> Tensor:
+        bodies = self._collect(payload.body)
         for rank, (header, body) in enumerate(zip(headers, bodies, strict=True)):
-            message.verify(header, 0, body, rank)
-        return reduction.weighted_mean(bodies, [header.weight for header in headers], payload.codec, payload.numel)
+            message.verify(header, body, rank, self.rank)
+        return reduction.weighted_mean(bodies, weights, payload.codec, payload.numel)
 
-    def _reduce_scatter(self, payload: Payload, pieces: Tensor, headers: list[Header]) -> Tensor:
-        codec = payload.codec
+    def _reduce_scatter(self, payload: Payload, headers: list[Header], weights: list[float]) -> Tensor:
+        codec, about = payload.codec, headers[0].about()
         size = reduction.piece_numel(payload.numel, self.size, codec)
-        received = self._distribute(pieces)
-        for rank, (header, piece) in enumerate(zip(headers, received, strict=True)):
-            message.verify(header, self.rank, piece, rank)
-        own_mean = codec.encode(reduction.weighted_mean(received, [header.weight for header in headers], codec, size))
-        checksums = self._collect(_tensor_of(message.checksum(own_mean).to_bytes(reduction.CHECKSUM_BYTES, "little")))
-        means = self._collect(own_mean)
-        for rank, (mean, expected) in enumerate(zip(means, checksums, strict=True)):
-            if message.checksum(mean) != int.from_bytes(_bytes_of(expected), "little"):
-                raise MismatchError(f"the mean that island {rank} made ({headers[0].about()}) was damaged on the way")
+        pieces = reduction.split(payload.body, payload.numel, self.size, codec)
+        received = self._distribute(torch.stack([message.seal(piece) for piece in pieces]))
+        own = [
+            message.unseal(row, f"a piece of island {rank} ({about})", self.rank) for rank, row in enumerate(received)
+        ]
+        mean = codec.encode(reduction.weighted_mean(own, weights, codec, size))
+        sealed = self._collect(message.seal(mean))
+        means = [
+            message.unseal(row, f"the mean of island {rank} ({about})", self.rank) for rank, row in enumerate(sealed)
+        ]
         return torch.cat([codec.decode(mean, size) for mean in means])[: payload.numel]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        sizes = [
-            int.from_bytes(_bytes_of(row), "little")
-            for row in self._collect(_tensor_of(len(data).to_bytes(8, "little")))
-        ]
-        padded = self._collect(_tensor_of(data.ljust(max(sizes), b"\0")))
-        return [_bytes_of(row[:size]) for row, size in zip(padded, sizes, strict=True)]
+        headers = self._exchange_headers(Header.of_note(data))
+        longest = max(header.num_bytes for header in headers)
+        notes = []
+        for rank, (header, row) in enumerate(
+            zip(headers, self._collect(_tensor_of(data.ljust(longest, b"\0"))), strict=True)
+        ):
+            message.verify(header, row[: header.num_bytes], rank, self.rank)
+            notes.append(_bytes_of(row[: header.num_bytes]))
+        return notes
 
     # ---- collectives on bytes, in slices
 
     def _collect(self, own: Tensor) -> list[Tensor]:
         """Everybody's tensor; all have the same size."""
         received = list(torch.empty(self.size, own.numel(), dtype=torch.uint8))
-        works = [
-            dist.all_gather([row[cut] for row in received], own[cut], group=self._group, async_op=True)
-            for cut in _slices(own.numel())
-        ]
-        for work in works:
-            work.wait()
+        try:
+            works = [
+                dist.all_gather([row[cut] for row in received], own[cut], group=self._group, async_op=True)
+                for cut in _slices(own.numel())
+            ]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
         return received
 
     def _distribute(self, pieces: Tensor) -> list[Tensor]:
         """Row r of everybody's table goes to island r: returns everybody's row for this island."""
         received = torch.empty_like(pieces)
         for cut in _slices(pieces.shape[1]):
-            arrived = torch.empty_like(pieces[:, cut])
-            dist.all_to_all_single(arrived, pieces[:, cut].contiguous(), group=self._group)
-            received[:, cut] = arrived
+            outgoing = pieces[:, cut].contiguous()
+            incoming = torch.empty_like(outgoing)
+            try:
+                dist.all_to_all_single(incoming, outgoing, group=self._group)
+            except RuntimeError as error:
+                raise self._lost(error) from error
+            received[:, cut] = incoming
         return list(received)
+
+    def _lost(self, error: RuntimeError) -> LostPeerError:
+        why = (
+            f"no answer for {self.timeout_seconds:g} s"
+            if "ime" in str(error) and "out" in str(error)
+            else "a connection broke"
+        )
+        return LostPeerError(
+            f"island {self.rank} lost another island ({why}); restart all islands from their last checkpoint"
+        )
 
 
 class _Round:
@@ -168,49 +194,58 @@ class _Talker:
     likewise.
     """
 
-    def __init__(self, rank: int, timeout_seconds: float) -> None:
+    def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._rank, self._timeout_seconds = rank, timeout_seconds
         self._failure: Exception | None = None
-        threading.Thread(target=_work_through, args=(self._jobs,), name=f"isles-island-{rank}", daemon=True).start()
+        self._thread = threading.Thread(target=_work_through, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
 
-    def do(self, job: Callable[[T], R], argument: T) -> Future[R]:
+    def do(self, job: Callable[..., R], *arguments: Any) -> Future[R]:
+        """Puts a job at the end of the queue."""
         answer: Future[R] = Future()
 
         def run() -> None:
             try:
                 if self._failure is not None:
                     raise self._failure
-                answer.set_result(job(argument))
+                answer.set_result(job(*arguments))
             except Exception as error:
-                self._failure = self._failure or self._explain(error)
-                answer.set_exception(self._failure)
+                self._failure = error
+                answer.set_exception(error)
 
         self._jobs.put(run)
         return answer
 
     def stop(self) -> None:
+        """Ends the thread, at the latest when the program ends; one that waits for a silent peer is left behind."""
         self._jobs.put(None)
-
-    def _explain(self, error: Exception) -> Exception:
-        if isinstance(error, MismatchError) or not isinstance(error, RuntimeError):
-            return error
-        why = f"no answer for {self._timeout_seconds:g} s" if "imed out" in str(error) else "a connection broke"
-        lost = LostPeerError(
-            f"island {self._rank} lost another island ({why}); restart all islands from their last checkpoint"
-        )
-        lost.__cause__ = error
-        return lost
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
 
 
 def _work_through(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
+        del job  # it knows the world, which would otherwise live until the next job, or for ever
 
 
-def _group_of(group_or_mesh: Any) -> Any:
-    """The process group of a one-dimensional device mesh, or what was given."""
-    return group_or_mesh.get_group() if hasattr(group_or_mesh, "get_group") else group_or_mesh
+def _ranks_of(group_or_mesh: Any) -> list[int]:
+    """The global ranks of a process group, or of a one-dimensional device mesh; None: of the default group."""
+    if isinstance(group_or_mesh, DeviceMesh):
+        if group_or_mesh.ndim != 1:
+            names = group_or_mesh.mesh_dim_names or "its dimensions"
+            raise ValueError(
+                f"a mesh of {group_or_mesh.ndim} dimensions: choose the one of the islands, as mesh[name], of {names}"
+            )
+        group_or_mesh = group_or_mesh.get_group()
+    if group_or_mesh is not None and not isinstance(group_or_mesh, dist.ProcessGroup):
+        raise ValueError(f"TorchWorld takes a process group or a device mesh, not {group_or_mesh!r}")
+    ranks = dist.get_process_group_ranks(group_or_mesh)
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in this group of ranks {ranks}: make a TorchWorld on its members only"
+        )
+    return ranks
 
 
 def _slices(num_bytes: int) -> list[slice]:

@@ -1,0 +1,67 @@
+"""`isles train`: trains a language model on islands, on this machine or, under torchrun, as a part of many machines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from isles import flags
+from isles.core.method import Method
+from isles.train import setup
+from isles.train.config import TrainConfig
+from isles.train.data import prepare_data
+from isles.train.launch import launch, watching
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for every field of the configuration and of the method."""
+    flags.add(parser, TrainConfig, "the run")
+    flags.add(parser, Method, "the method (defaults: those of --method)", show_defaults=False)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Trains, prints a table, returns the summary; under torchrun only rank 0 does so."""
+    wanted = setup.resolve(flags.given(args, TrainConfig), flags.given(args, Method))
+    if "RANK" in os.environ:
+        summary = _one_rank(wanted)
+    else:
+        setup.check_free(wanted.config)
+        for island in range(
+            wanted.config.islands if wanted.config.island_data else 1
+        ):  # once for all, before they start
+            prepare_data(wanted.config, island, say=lambda line: print(line, file=sys.stderr))
+        setup.claim(wanted)
+        summary = launch(wanted.config)
+    if summary is not None:
+        from isles.view.runs import Run
+        from isles.view.table import table
+
+        print(table([Run.load(summary["run_dir"])]))
+    return summary
+
+
+def _one_rank(wanted: setup.Setup) -> dict[str, Any] | None:
+    """Under torchrun every rank runs this very command. Each machine has its own disk, or all share one."""
+    from isles.train.loop import Trainer
+    from isles.train.place import find_place, leave
+
+    config = wanted.config
+    place = find_place(config)
+    problem = ""
+    if place.rank == 0:
+        try:
+            setup.claim(wanted)
+        except ValueError as error:
+            problem = str(error)
+    problem = place.world.gather(problem.encode())[0].decode()
+    if problem:
+        raise ValueError(problem)
+    Path(config.run).mkdir(parents=True, exist_ok=True)
+    with watching(config) if place.rank == 0 else nullcontext():
+        summary = Trainer(config, wanted.method(), place).run()
+    leave()
+    return summary if place.rank == 0 else None

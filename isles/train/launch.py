@@ -1,0 +1,167 @@
+"""Starting the islands of a run on this machine, watching them, and stopping them well.
+
+Every island is a process of its own, as it would be on a machine of its own. This process trains nothing, and
+does not even load torch: it shows what the event log says. When an island dies, the others notice by
+themselves (their next exchange fails) and end; those that do not are ended. Ctrl-C asks all islands to stop
+at the same step, a little ahead, where they save and leave; a second one ends them at once. What an island
+prints goes to `island-R.log` in the run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from isles.train.config import TrainConfig
+from isles.view import events
+from isles.view.progress import Progress
+
+STOP_FILE = "stop"
+"""In a run's folder: the step at which all islands are to save and leave."""
+FAILED, USER_MISTAKE, LOST_PEER, STOPPED = 1, 2, 3, 130
+"""Exit codes of an island."""
+
+
+def launch(config: TrainConfig) -> dict[str, Any]:
+    """Runs all islands to the end; returns the summary of the run. Raises ValueError for a user's mistake,
+    SystemExit else.
+    """
+    folder = Path(config.run)
+    (folder / STOP_FILE).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="isles-") as meeting, watching(config):
+        islands = [_start(config, rank, Path(meeting) / "rendezvous") for rank in range(config.islands)]
+        try:
+            _wait(islands, config)
+        finally:
+            for island in islands:
+                if island.poll() is None:
+                    island.kill()
+                island.wait()
+    return summary_of(folder)
+
+
+@contextmanager
+def watching(config: TrainConfig) -> Iterator[None]:
+    """Shows the run's progress, and feeds whatever else looks at it, until the block ends."""
+    over = threading.Event()
+    path = Path(config.run) / "events.jsonl"
+    watchers = _watchers(config)
+    with Progress(total_steps=config.steps) as progress:
+
+        def watch() -> None:
+            for event in events.follow(path, over.is_set):
+                for watcher in (progress.feed, *watchers):
+                    watcher(event)
+
+        thread = threading.Thread(target=watch, name="isles-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(timeout=10)
+
+
+def _watchers(config: TrainConfig) -> list[Any]:
+    watchers: list[Any] = []
+    if config.tensorboard:
+        from isles.view.tensorboard import TensorBoard
+
+        watchers.append(TensorBoard(Path(config.run) / "tensorboard").feed)
+    if config.wandb:
+        from isles.view.wandb import WeightsAndBiases
+
+        watchers.append(WeightsAndBiases(config.wandb, config.as_dict()).feed)
+    return watchers
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """What the run wrote at its end."""
+    ends = [event for event in events.read(folder) if event["event"] == "end"]
+    return {name: value for name, value in ends[-1].items() if name not in ("event", "time", "island")}
+
+
+def _start(config: TrainConfig, rank: int, rendezvous: Path) -> subprocess.Popen[bytes]:
+    size = str(config.islands)
+    threads = str(config.threads or max(1, (os.cpu_count() or 1) // config.islands))
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ISLES_RENDEZVOUS": str(rendezvous),
+        "OMP_NUM_THREADS": threads,
+    }
+    with (Path(config.run) / f"island-{rank}.log").open("wb") as log:
+        command = [sys.executable, "-m", "isles.train.worker", config.run]
+        # Its own session: a Ctrl-C in the terminal is for this process alone, which passes it on in an orderly way.
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def _wait(islands: list[subprocess.Popen[bytes]], config: TrainConfig) -> None:
+    """Until all have ended; raises if one has not ended well."""
+    interrupted = False
+    deadline = float("inf")
+    while any(island.poll() is None for island in islands) and time.monotonic() < deadline:
+        try:
+            time.sleep(0.05)
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            _ask_to_stop(Path(config.run), config)
+        if deadline == float("inf") and any(island.poll() for island in islands):
+            deadline = time.monotonic() + config.timeout_seconds + 30
+    failed = [rank for rank, island in enumerate(islands) if island.poll() not in (0, STOPPED)]
+    if failed:
+        _explain(failed, islands, config)
+    if any(island.poll() == STOPPED for island in islands):
+        print(
+            f"isles train: {_last_line(config, 0)}; continue with: isles train --resume --run {config.run}",
+            file=sys.stderr,
+        )
+        raise SystemExit(STOPPED)
+
+
+def _ask_to_stop(folder: Path, config: TrainConfig) -> None:
+    """Names a step that no island has reached yet: about a second ahead."""
+    steps = (
+        [event for event in events.read(folder) if event["event"] == "step"]
+        if (folder / "events.jsonl").exists()
+        else []
+    )
+    pace = statistics.median(event["seconds"] for event in steps[-20:]) if steps else 1.0
+    step = max((event["step"] for event in steps), default=0) + 2 + int(1.0 / max(pace, 1e-3))
+    part = folder / (STOP_FILE + ".part")
+    part.write_text(str(min(step, config.steps)))
+    part.rename(folder / STOP_FILE)
+
+
+def _explain(failed: list[int], islands: list[subprocess.Popen[bytes]], config: TrainConfig) -> None:
+    codes = {rank: islands[rank].poll() for rank in failed}
+    mistaken = [rank for rank in failed if codes[rank] == USER_MISTAKE]
+    if mistaken:
+        raise ValueError(_last_line(config, mistaken[0]))
+    killed = [rank for rank in failed if (codes[rank] or 0) < 0]
+    resume = f"continue with: isles train --resume --run {config.run}"
+    if killed:
+        name = signal.Signals(-(codes[killed[0]] or 0)).name
+        raise SystemExit(f"isles train: island {killed[0]} was ended by {name}, and the others stopped; {resume}")
+    first = min(failed, key=lambda rank: codes[rank] == LOST_PEER)  # whoever lost another is not the cause
+    why = f"{_last_line(config, first)} (all it said: {config.run}/island-{first}.log)"
+    raise SystemExit(f"isles train: island {first} failed: {why}; {resume}")
+
+
+def _last_line(config: TrainConfig, rank: int) -> str:
+    lines = (Path(config.run) / f"island-{rank}.log").read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no message"

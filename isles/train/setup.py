@@ -1,0 +1,96 @@
+"""From flags to a run's folder, and back: the resolved configuration, written once, read by every island.
+
+`resolve` turns flags into a `Setup`; with --resume they go on top of what the folder says. `claim` makes the folder, or
+refuses to touch what is in it, and saves the Setup there; `load` reads it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.core.method import Method
+from isles.train.config import TrainConfig
+
+FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run, resolved: nothing is left to defaults."""
+
+    config: TrainConfig
+    knobs: dict[str, Any]
+    """The fields of the method that were set on top of its preset."""
+
+    def method(self) -> Method | None:
+        """The preset with the knobs on top; None for data-parallel training, which has no knobs."""
+        if self.config.method != "data-parallel":
+            preset: Method = getattr(Method, self.config.method)(**self.knobs)
+            return preset
+        for name in self.knobs:
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning with --method data-parallel: leave it out")
+        return None
+
+
+def resolve(chosen: dict[str, Any], knobs: dict[str, Any]) -> Setup:
+    """What the flags mean. Raises ValueError for what cannot be."""
+    folder = Path(chosen.get("run") or "")
+    if chosen.get("resume") and chosen.get("run") and (folder / FILE).exists():
+        saved = load(folder)
+        chosen = {**saved.config.as_dict(), "overwrite": False, **chosen}
+        if chosen["method"] == saved.config.method:
+            knobs = {**saved.knobs, **knobs}
+    config = TrainConfig(**chosen)
+    if not config.run:
+        model = config.model.removeprefix("hf:").strip("/").split("/")[-1]
+        config = dataclasses.replace(config, run=f"runs/{config.method}-{model}-{config.seed}")
+    setup = Setup(config, knobs)
+    setup.method()
+    return setup
+
+
+def check_free(config: TrainConfig) -> None:
+    """Raises ValueError if the run would be mixed with another one, or if something would be removed that is no run."""
+    folder = Path(config.run)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--run {folder} is a file: name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not config.resume:
+        if not config.overwrite:
+            raise ValueError(
+                f"--run {folder} exists: add --resume to go on, --overwrite to replace it, or name another"
+            )
+        if not (folder / FILE).exists():
+            raise ValueError(f"--overwrite replaces runs, and {folder} is none: remove it yourself, or name another")
+
+
+def claim(setup: Setup) -> None:
+    """Makes the run's folder, empty unless the run is resumed, and writes the configuration into it."""
+    config, folder = setup.config, Path(setup.config.run)
+    check_free(config)
+    if folder.is_dir() and not config.resume:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(setup)
+
+
+def save(setup: Setup) -> None:
+    """Writes the resolved configuration into the run's folder."""
+    method = setup.method()
+    text = {"config": setup.config.as_dict(), "knobs": setup.knobs, "method": method.as_dict() if method else None}
+    part = Path(setup.config.run) / (FILE + ".part")
+    part.write_text(json.dumps(text, indent=1) + "\n")
+    part.rename(part.with_suffix(""))
+
+
+def load(folder: Path) -> Setup:
+    """What `save` wrote."""
+    try:
+        saved = json.loads((folder / FILE).read_text())
+        return Setup(TrainConfig(**saved["config"]), saved["knobs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / FILE} is not the configuration of a run ({error})") from None

@@ -1,0 +1,178 @@
+"""One face for two ways to train together: isles' methods, and plain data-parallel training, the baseline.
+
+The loop needs little of either: a model to run, what a step has cost, the global model for evaluation, the
+state for a checkpoint.
+
+    Islands        isles.DiLoCo on an isles.TorchWorld; inside an island of several ranks the model is data-parallel,
+                   and each rank exchanges with its peers in the other islands
+    DataParallel   torch's DistributedDataParallel over all ranks; it sends what a ring all-reduce of the gradients
+                   sends, and waits as long as a pass takes longer than one without synchronisation, which is
+                   measured at the start
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import isles
+from isles.core.fragments import find_layers
+from isles.train.place import Place
+from isles.view.events import EventLog
+
+
+@dataclass
+class Cost:
+    """What synchronisation took out of one step."""
+
+    wait_seconds: float = 0.0
+    """Waiting for the network."""
+    engine_seconds: float = 0.0
+    """Everything: waiting, encoding, applying."""
+    bytes_sent: int = 0
+
+
+class Synchroniser(Protocol):
+    """What the loop needs."""
+
+    model: nn.Module
+    """Call this one for training."""
+
+    def __enter__(self) -> Synchroniser: ...
+    def __exit__(self, *exception: Any) -> None: ...
+    def cost_of_step(self, pass_seconds: float) -> Cost:
+        """What the step that just ended has cost, of which the forward and backward pass took so long."""
+        ...
+
+    def global_model(self) -> AbstractContextManager[nn.Module]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def describe(self) -> dict[str, Any]:
+        """What of it belongs into the event log: parameters, layers, fragments."""
+        ...
+
+
+class Islands:
+    """isles in a training loop, as a user would put it there, with a stopwatch on both sides."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        method: isles.Method,
+        place: Place,
+        world: Any,
+        log: EventLog,
+    ) -> None:
+        self._plain = self.model = model
+        if place.ranks_per_island > 1:
+            self.model = DistributedDataParallel(model, process_group=place.mesh["rank"].get_group())
+        self._log, self._place = log, place
+        self._cost = Cost()
+        mark = lambda *_: self._marks.append(time.perf_counter())
+        self._marks: list[float] = []
+        optimizer.register_step_post_hook(mark)
+        self.diloco = isles.DiLoCo(self.model, optimizer, method, world=world, on_event=self._note)
+        optimizer.register_step_post_hook(mark)
+
+    def __enter__(self) -> Islands:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.diloco.__exit__(*exception)
+
+    def _note(self, event: isles.Event) -> None:
+        what = {"step": event.step, "fragment": event.fragment, "round": event.round}
+        if event.kind == "send":
+            self._cost.bytes_sent += event.num_bytes
+            what["num_bytes"] = event.num_bytes
+        if event.kind == "apply":
+            self._cost.wait_seconds += event.seconds
+            what["seconds"] = event.seconds  # type: ignore[assignment]
+        if self._place.is_first_of_island:
+            self._log.write(event.kind, island=self._place.island, **what)
+
+    def cost_of_step(self, pass_seconds: float) -> Cost:
+        cost, self._cost = self._cost, Cost()
+        before, after = self._marks[-2:]
+        self._marks.clear()
+        cost.engine_seconds = after - before
+        return cost
+
+    def global_model(self) -> AbstractContextManager[nn.Module]:
+        return self.diloco.global_model()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.diloco.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.diloco.load_state_dict(state)
+
+    def describe(self) -> dict[str, Any]:
+        layers = find_layers(self._plain)
+        fragments = []
+        for fragment in self.diloco.fragments:
+            inside = [str(number) for number, layer in enumerate(layers) if set(layer) & set(fragment.names)]
+            fragments.append({"numel": fragment.numel, "layers": ",".join(inside) or "outside the layers"})
+        return {**_size_of(self._plain), "fragments": fragments}
+
+
+class DataParallel:
+    """torch's DistributedDataParallel, every gradient over the link at every step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
+        self._plain, self._optimizer, self._place = model, optimizer, place
+        self.model = DistributedDataParallel(model) if place.world_size > 1 else model
+        gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        self._bytes_per_step = round(2 * (place.world_size - 1) / place.world_size * gradient_bytes)
+        self._pass_seconds_alone = float("inf")
+
+    def measure_alone(self, one_pass: Callable[[], object]) -> None:
+        """Times passes without synchronisation, against which later ones are held; gradients are thrown away."""
+        seconds = []
+        for _ in range(4):
+            with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext():
+                begin = time.perf_counter()
+                one_pass()
+                seconds.append(time.perf_counter() - begin)
+            self._optimizer.zero_grad()
+        self._pass_seconds_alone = statistics.median(seconds[1:])
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: Any) -> None:
+        if isinstance(error, RuntimeError) and "gloo" in str(error):
+            raise isles.LostPeerError(
+                f"rank {self._place.rank} lost another one; restart all of them from their last checkpoint"
+            ) from error
+
+    def cost_of_step(self, pass_seconds: float) -> Cost:
+        waited = max(0.0, pass_seconds - self._pass_seconds_alone)
+        return Cost(waited, waited, self._bytes_per_step)
+
+    def global_model(self) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self._plain)
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy({"model": self._plain.state_dict(), "optimizer": self._optimizer.state_dict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._plain.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def describe(self) -> dict[str, Any]:
+        return {**_size_of(self._plain), "fragments": []}
+
+
+def _size_of(model: nn.Module) -> dict[str, int]:
+    return {"parameters": sum(p.numel() for p in model.parameters()), "layers": len(find_layers(model))}

@@ -1,0 +1,49 @@
+"""One island's process: `python -m isles.train.worker RUN`. It finds what to do in the run's folder, and says
+how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import isles
+from isles.train.launch import FAILED, LOST_PEER, STOPPED, USER_MISTAKE
+from isles.train.loop import Stopped, Trainer
+from isles.train.place import find_place, leave
+from isles.train.setup import load
+
+
+def main(folder: str) -> int:
+    """Trains; the last line printed is the reason if the exit code is not 0."""
+    try:
+        setup = load(Path(folder))
+        Trainer(setup.config, setup.method(), find_place(setup.config)).run()
+        leave()
+        return 0
+    except Stopped as reason:
+        print(reason, file=sys.stderr)
+        return STOPPED
+    except isles.LostPeerError as error:
+        print(error, file=sys.stderr)
+        return LOST_PEER
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return USER_MISTAKE
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)  # threads may still wait for a lost island
+    sys.exit(0)

@@ -1,0 +1,1 @@
+"""Seeing a run: its event log, and what looks at it (terminal, HTML report, text table, TensorBoard)."""

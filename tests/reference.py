@@ -1,0 +1,203 @@
+"""The papers' algorithms in one plain loop over the islands, for the engine to be compared with.
+
+Written from the formulas alone: nothing of `isles.core` or of a world is used, all islands live in one loop, nothing is
+ever in flight, and the codec is a black box that a vector goes through. A fragment is a list of parameter names. With
+the papers' letters: t step, m island, p fragment, H `sync_every`, t_p `offsets[p]`, tau `overlap`, alpha `mixing`, mu
+`outer_momentum`, k `delay_rounds`, w_m `weights[m]`.
+
+Below it is the toy problem that both sides train. Its numbers are small multiples of powers of two and its inner
+learning rate is one, so that an inner step is rounded in the same way on every processor, with fused multiply-adds or
+without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Weights = dict[str, Tensor]
+InnerStep = Callable[[int, int, Weights], None]
+"""Called with island, step and the island's weights, which it changes in place."""
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """M islands that train by DiLoCo, Streaming DiLoCo, delayed or eager updates."""
+
+    start: Weights
+    inner_step: InnerStep
+    fragments: Sequence[Sequence[str]]
+    offsets: Sequence[int]
+    weights: Sequence[float]
+    codec: object
+    sync_every: int
+    overlap: int = 0
+    mixing: float = 0.0
+    error_feedback: bool = False
+    outer_lr: float = 0.4
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    update: str = "fresh"
+    delay_rounds: int = 1
+    reencode_mean: bool = False
+    """Whether the mean goes through the codec too, as in the reduce-scatter form of the exchange."""
+
+    theta: list[Weights] = field(init=False)
+    """theta[m][name]: the weights of island m."""
+    anchor: list[list[Tensor]] = field(init=False)
+    """anchor[m][p]: the last global value of fragment p, as island m knows it."""
+    velocity: list[list[Tensor]] = field(init=False)
+    residual: list[list[Tensor]] = field(init=False)
+    """residual[m][p]: what the codec lost of the last outer gradient."""
+    sent: list[list[list[Tensor]]] = field(init=False)
+    """sent[m][p]: the outer gradients of all rounds so far, as the others see them."""
+    mean: list[list[Tensor]] = field(init=False)
+    """mean[p]: their means over the islands, round by round."""
+    used: list[int] = field(init=False)
+    """used[p]: how many of the means have been applied."""
+
+    def __post_init__(self) -> None:
+        flat = [flatten(self.start, names) for names in self.fragments]
+        self.theta = [{name: value.clone() for name, value in self.start.items()} for _ in self.weights]
+        self.anchor = [[value.clone() for value in flat] for _ in self.weights]
+        self.velocity = [[torch.zeros_like(value) for value in flat] for _ in self.weights]
+        self.residual = [[torch.zeros_like(value) for value in flat] for _ in self.weights]
+        self.sent = [[[] for _ in flat] for _ in self.weights]
+        self.mean = [[] for _ in flat]
+        self.used = [0 for _ in flat]
+
+    def run(self, steps: int) -> Iterator[list[Weights]]:
+        """Trains; after every step yields the weights of every island. A fragment without names is never sent."""
+        for t in range(1, steps + 1):
+            for m in range(len(self.weights)):
+                self.inner_step(m, t, self.theta[m])
+            for p, t_p in enumerate(self.offsets):
+                if self.fragments[p] and (t - t_p) % self.sync_every == 0:
+                    self.send(p)
+            for p, t_p in enumerate(self.offsets):
+                if self.fragments[p] and t > self.overlap and (t - t_p - self.overlap) % self.sync_every == 0:
+                    self.apply(p)
+            yield self.theta
+
+    def send(self, p: int) -> None:
+        """Delta_m = anchor - theta_m, through the codec; and the mean of them over the islands."""
+        total = torch.zeros_like(self.anchor[0][p])
+        for m, w_m in enumerate(self.weights):
+            delta = self.anchor[m][p] - flatten(self.theta[m], self.fragments[p])
+            if self.error_feedback:
+                delta = delta + self.residual[m][p]
+            seen = self.through_codec(delta)
+            self.residual[m][p] = delta - seen
+            self.sent[m][p].append(seen)
+            total = total + w_m * seen
+        mean = total / sum(self.weights)
+        self.mean[p].append(self.through_codec(mean) if self.reencode_mean else mean)
+
+    def apply(self, p: int) -> None:
+        """anchor = OuterOpt(anchor, Delta); theta = alpha * theta + (1 - alpha) * anchor."""
+        for m in range(len(self.weights)):
+            self.outer_step(m, p, self.outer_gradient(m, p))
+            mixed = self.mixing * flatten(self.theta[m], self.fragments[p]) + (1 - self.mixing) * self.anchor[m][p]
+            unflatten(mixed, self.theta[m], self.fragments[p])
+        self.used[p] = len(self.mean[p]) - (0 if self.update == "fresh" else self.delay_rounds)
+
+    def outer_gradient(self, m: int, p: int) -> Tensor:
+        """Delta(t), or Delta(t - kH), or Delta(t - kH) + w_m / sum of w * (Delta_m(t) - Delta_m(t - kH))."""
+        if self.update == "fresh":
+            return self.mean[p][-1]
+        zero = torch.zeros_like(self.anchor[m][p])
+        there_is_one = len(self.mean[p]) > self.delay_rounds
+        late_mean = self.mean[p][-1 - self.delay_rounds] if there_is_one else zero
+        if self.update == "delayed":
+            return late_mean
+        share = self.weights[m] / sum(self.weights)
+        fresh = self.sent[m][p][-1]
+        stale = self.sent[m][p][-1 - self.delay_rounds] if there_is_one else zero
+        return late_mean + share * fresh - share * stale
+
+    def outer_step(self, m: int, p: int, delta: Tensor) -> None:
+        """v = mu * v + Delta; anchor = anchor - lr * (Delta + mu * v)."""
+        v = self.velocity[m][p] = self.outer_momentum * self.velocity[m][p] + delta
+        direction = delta + self.outer_momentum * v if self.nesterov else v
+        self.anchor[m][p] = self.anchor[m][p] - self.outer_lr * direction
+
+    def finish(self) -> Weights:
+        """What has not been applied yet is; then all islands take the (weighted mean of the) anchors."""
+        result = {name: value.clone() for name, value in self.start.items()}
+        for p, names in enumerate(self.fragments):
+            for number in range(max(self.used[p], 0), len(self.mean[p])):
+                for m, w_m in enumerate(self.weights):
+                    own = self.sent[m][p][number] * (w_m / sum(self.weights))
+                    self.outer_step(m, p, self.mean[p][number] - (own if self.update == "eager" else 0.0))
+            if self.update == "eager":
+                total = sum(w_m * self.anchor[m][p] for m, w_m in enumerate(self.weights))
+                unflatten(total / sum(self.weights), result, names)
+            else:
+                unflatten(self.anchor[0][p], result, names)
+        return result
+
+    def through_codec(self, values: Tensor) -> Tensor:
+        return self.codec.decode(self.codec.encode(values), values.numel())
+
+
+def flatten(weights: Weights, names: Sequence[str]) -> Tensor:
+    return torch.cat([torch.zeros(0), *(weights[name].reshape(-1) for name in names)])
+
+
+def unflatten(vector: Tensor, weights: Weights, names: Sequence[str]) -> None:
+    for name, part in zip(names, vector.split([weights[name].numel() for name in names]), strict=True):
+        weights[name] = part.view(weights[name].shape).clone()
+
+
+# ---- the toy problem
+
+
+class Tower(nn.Module):
+    """Something outside, and a stack of layers. One piece is longer than the largest block of any codec."""
+
+    def __init__(self, layers: int = 3, seed: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 27)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(layers))
+        self.head = nn.Linear(5, 1)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-64, 65, parameter.shape, generator=generator) / 64)
+
+
+def toy_gradient(island: int, step: int, index: int, weight: Tensor) -> Tensor:
+    """A pull towards zero, and a push that is different on every island, at every step, for every value."""
+    place = torch.arange(weight.numel()).view(weight.shape)
+    push = (place * 37 + island * 101 + step * 53 + index * 71 + place * step) % 127 - 63
+    return weight / 64 + push / 2048
+
+
+def toy_inner_step(island: int, step: int, weights: Weights) -> None:
+    """SGD with learning rate 1, on the reference's side."""
+    for index, (name, weight) in enumerate(weights.items()):
+        weights[name] = weight - toy_gradient(island, step, index, weight)
+
+
+def toy_backward(model: nn.Module, island: int, step: int) -> None:
+    """Instead of a backward pass, on the engine's side."""
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = toy_gradient(island, step, index, parameter.detach()).to(parameter.dtype)
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """A copy of the weights as they are now."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one: Weights, other: Weights) -> bool:
+    """Whether two sets of weights are equal, bit for bit but for the sign of zero."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def largest_difference(one: Weights, other: Weights) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)

@@ -1,0 +1,184 @@
+"""The honest mode counts what the engine sends, byte for byte, and charges for everything that takes time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import isles
+from isles.core.fragments import cut
+from isles.plan import Island, Link, Workload, alike, predict
+from isles.plan.coding import TYPICAL, Coding, measure, typical
+from isles.plan.exchange import FRAMING, fragment_round, gradient_round
+from isles.plan.honest import BUCKET_BYTES, buckets
+from isles.plan.memory import of_fragments
+from isles.plan.variants import standard_variants
+from isles.plan.workload import fragment_sizes
+
+FREE = Coding.free()
+WORK = Workload(name="small", parameters=10_000_000, layers=10, step_seconds=1.0, outside_parameters=1_000_000)
+
+
+class Model(nn.Module):
+    """Nine layers of equal size, and an embedding outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(9))
+
+
+MODEL_WORK = Workload(name="m", parameters=50 * 8 + 9 * 64, layers=9, step_seconds=1.0, outside_parameters=50 * 8)
+
+
+@pytest.mark.parametrize("method", [isles.Method(fragments=4), isles.Method(fragment_layers=2), isles.Method.diloco()])
+@pytest.mark.parametrize("pattern", ["strided", "sequential"])
+def test_fragments_are_the_engines(method, pattern):
+    import dataclasses
+
+    method = dataclasses.replace(method, pattern=pattern)
+    assert list(fragment_sizes(MODEL_WORK, method)) == [fragment.numel for fragment in cut(Model(), method)]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "e3m0", "int8", "topk"])
+@pytest.mark.parametrize("islands", [2, 3, 4])
+@pytest.mark.parametrize("reduction", ["all-gather", "reduce-scatter"])
+def test_bytes_are_those_that_the_engine_counts(codec, islands, reduction):
+    method = isles.Method(sync_every=5, fragments=4, codec=codec, overlap=1)
+
+    def island(world):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with isles.DiLoCo(model, optimizer, method, world=world) as diloco:
+            sent = []
+            for _ in range(16):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                sent.append(diloco.stats.bytes_sent)
+        return sent
+
+    sent = isles.run_local(island, islands, reduction=reduction)[0]
+    fleet = alike(islands, 1.0, Link.symmetric(1e9))
+    found = predict(MODEL_WORK, fleet, method, reduction=reduction)
+    assert sent[14] - sent[4] == 2 * 5 * found.bytes_per_step
+    assert max(np.diff(sent)) == found.peak_bytes
+
+
+def test_seconds_on_the_link_are_bytes_over_bandwidth_and_a_latency_per_hop():
+    one = fragment_round(1_000_000, "fp32", 2, coding=FREE)
+    assert one.num_bytes == pytest.approx(4_000_000, rel=1e-3)
+    assert one.link_seconds(32e6, 0.0) == pytest.approx(FRAMING, rel=1e-3)
+    assert one.link_seconds(32e6, 0.1) == pytest.approx(FRAMING + 0.2, rel=1e-3), "headers, then bodies"
+    many = [
+        fragment_round(1_000_000, "fp32", 8, reduction=form, coding=FREE) for form in ("all-gather", "reduce-scatter")
+    ]
+    assert many[0].num_bytes == pytest.approx(7 * 4e6, rel=1e-3)
+    assert many[1].num_bytes == pytest.approx(2 * 7 / 8 * 4e6, rel=1e-2)
+
+
+def test_plain_diloco_is_compute_then_exchange():
+    method, bandwidth = isles.Method.diloco(sync_every=10), 100e6
+    found = predict(WORK, alike(2, 1.0, Link.symmetric(bandwidth, 0.05)), method, coding=FREE)
+    seconds = fragment_round(WORK.parameters, "fp32", 2, coding=FREE).link_seconds(bandwidth, 0.05)
+    assert float(found.utilisation) == pytest.approx(10 / (10 + seconds))
+
+
+def test_eager_reaches_what_the_link_allows_at_all():
+    method = isles.Method.eager(sync_every=20)
+    bandwidths = np.geomspace(1e5, 1e9, 30)
+    found = predict(WORK, alike(2, 1.0, Link.symmetric(1e9)), method, coding=FREE, bits_per_second=bandwidths)
+    bits = 8 * FRAMING * 20 * found.bytes_per_step
+    np.testing.assert_allclose(found.utilisation, np.minimum(1, 20 / (bits / bandwidths)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", standard_variants(50), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("islands", [2, 5])
+def test_utilisation_grows_with_bandwidth_up_to_one(variant, islands):
+    method = None if variant.family == "data-parallel" else variant.method()
+    fleet = alike(islands, 1.0, Link.symmetric(1e9))
+    bandwidths = np.geomspace(1e5, 1e15, 60)
+    free = predict(WORK, fleet, method, coding=FREE, bits_per_second=bandwidths)
+    assert np.all(np.diff(free.utilisation) >= -1e-12)
+    assert free.utilisation[-1] == pytest.approx(1, abs=1e-6)
+    assert np.all(free.exact_to <= 1e-9 * free.step_seconds)
+    limit = bandwidths / (8 * FRAMING * free.bytes_per_step)
+    assert np.all(free.utilisation <= limit + 1e-12), "more than the link can carry"
+    charged = predict(WORK, fleet, method, bits_per_second=bandwidths)
+    assert np.all(charged.utilisation <= free.utilisation + 1e-12), "coding is not free"
+    late = predict(WORK, alike(islands, 1.0, Link.symmetric(1e9, 0.5)), method, coding=FREE, bits_per_second=bandwidths)
+    assert np.all(late.utilisation <= free.utilisation + 1e-12)
+
+
+@pytest.mark.parametrize("method", [None, isles.Method.diloco(), isles.Method.streaming()])
+def test_one_island_alone_waits_for_nobody(method):
+    found = predict(WORK, alike(1, 1.0, Link.symmetric(1.0, 10.0)), method, coding=FREE)
+    assert float(found.utilisation) == 1
+    assert found.bytes_per_step == 0
+
+
+def test_the_slowest_direction_of_the_slowest_link_counts():
+    method = isles.Method.diloco(sync_every=10)
+    fast, slow = Link.symmetric(1e9), Link(up_bits_per_second=2e7, down_bits_per_second=1e9)
+    mixed = predict(WORK, [Island(step_seconds=1.0, link=fast), Island(step_seconds=1.0, link=slow)], method)
+    assert float(mixed.utilisation) == float(predict(WORK, alike(2, 1.0, Link.symmetric(2e7)), method).utilisation)
+
+
+def test_a_faster_island_waits_for_a_slower_one():
+    link = Link.symmetric(1e12)
+    fleet = [Island(step_seconds=1.0, link=link), Island(step_seconds=1.25, link=link)]
+    found = predict(WORK, fleet, isles.Method.streaming(), coding=FREE)
+    assert float(found.utilisation) == pytest.approx((1 + 0.8) / 2, abs=1e-3)
+
+
+def test_ranks_share_the_coding_and_not_the_link():
+    one, eight = (fragment_round(8 << 20, "e3m0", 2, ranks=ranks, coding=typical("e3m0")) for ranks in (1, 8))
+    assert eight.num_bytes == pytest.approx(one.num_bytes, rel=1e-3)
+    assert eight.decode_seconds == pytest.approx(one.decode_seconds / 8)
+
+
+def test_data_parallel_buckets_hold_all_gradients_in_backward_order():
+    work = Workload(name="big", parameters=100_000_000, layers=20, step_seconds=1.0, outside_parameters=10_000_000)
+    found = buckets(work, islands=2)
+    assert sum(due.round.num_bytes for due in found) == gradient_round(work.parameters, 2).num_bytes
+    assert [due.ready for due in found] == sorted(due.ready for due in found)
+    assert found[-1].ready == 0
+    assert all(due.round.num_bytes >= BUCKET_BYTES for due in found[1:-1])
+    tiny = Workload(name="tiny", parameters=100_000, layers=4, step_seconds=1.0)
+    assert len(buckets(tiny, islands=2)) == 1
+
+
+def test_every_codec_has_a_typical_speed_and_can_be_measured():
+    assert set(TYPICAL) == set(isles.codecs)
+    speed = measure("e3m0", numel=1 << 14, repeats=1)
+    assert all(0 < getattr(speed, name) < math.inf for name in speed.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("variant", standard_variants(30, fragments=4), ids=lambda variant: variant.name)
+def test_the_python_line_makes_what_the_row_says(variant):
+    if variant.family == "data-parallel":
+        return
+    method = eval(variant.python, {"isles": isles})
+    assert method == variant.method()
+    assert (method.sync_every, method.codec, method.lateness) == (variant.sync_every, variant.codec, variant.lateness)
+    assert (method.fragments == 1) != variant.fragmented
+
+
+def test_memory_is_the_papers():
+    from isles.core.schedule import Schedule
+
+    layers = (3 * 10**9,) * 36
+    schedule = Schedule.of(isles.Method.streaming(), 36)
+    adam = 12 * sum(layers)
+    here = of_fragments(schedule, layers, (0.0,) * 36)
+    offloaded = of_fragments(schedule, layers, (0.0,) * 36, on_host=True)
+    assert here.device_bytes / adam == pytest.approx(5 / 3)
+    assert offloaded.device_bytes / adam == pytest.approx(1.02, abs=0.002), "about 2 % at 100B"
+    assert offloaded.host_bytes > here.host_bytes
+    eager = of_fragments(Schedule.of(isles.Method.eager(), 36), layers, (3e9 * 0.516,) * 36)
+    assert eager.host_bytes >= sum(layers) * 4.5

@@ -1,0 +1,124 @@
+"""`isles train` tells a user's mistake in one line, with exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isles.cli import main
+from isles.train import setup
+
+MISTAKES = {
+    "no number": (["--steps", "many"], "invalid int value"),
+    "unknown flag": (["--stepps", "10"], "unrecognized arguments"),
+    "unknown method": (["--method", "magic"], "invalid choice"),
+    "no steps": (["--steps", "0"], "--steps 0 must be at least 1"),
+    "no islands": (["--islands", "0"], "--islands 0 must be at least 1"),
+    "learning rate": (["--learning-rate", "-1"], "greater than 0"),
+    "not a number": (["--learning-rate", "nan"], "greater than 0"),
+    "overlap": (["--overlap", "100"], "overlap=100 must be an integer from 0 to 99"),
+    "codec": (["--codec", "zip"], "codec='zip' is not known"),
+    "fragments": (["--fragments", "two"], "neither a number nor a JSON list"),
+    "offsets": (["--offsets", "a,b"], "no list of whole numbers"),
+    "no knobs": (["--method", "data-parallel", "--overlap", "1"], "--overlap has no meaning"),
+    "missing file": (["--data", "no/such/file.txt"], "no/such/file.txt"),
+    "missing validation": (["--data", "synthetic:0.1", "--val-data", "no/such/file.txt"], "no/such/file.txt"),
+    "small vocabulary": (["--data", "synthetic:0.1", "--vocabulary", "100"], "from 257"),
+    "missing tokenizer": (["--data", "synthetic:0.1", "--tokenizer", "no/such.json"], "no/such.json"),
+    "sources": (["--island-data", "stdlib;stdlib;stdlib"], "3 sources for 2 islands"),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ISLES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def run(arguments: list[str], capsys) -> tuple[int, str]:
+    try:
+        code = main(["train", *arguments])
+    except SystemExit as end:
+        code = end.code
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path, capsys):
+    arguments, words = MISTAKES[name]
+    code, said = run(["--run", str(tmp_path / "run"), *arguments], capsys)
+    assert code == 2
+    assert words in said
+    assert "Traceback" not in said
+    assert len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists(), "nothing is left behind"
+
+
+def test_an_empty_file_is_a_mistake(tmp_path, capsys):
+    (tmp_path / "empty.txt").touch()
+    code, said = run(["--run", str(tmp_path / "run"), "--data", str(tmp_path / "empty.txt")], capsys)
+    assert code == 2
+    assert "empty.txt" in said
+
+
+def test_a_run_that_exists_is_not_touched(tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("keep me")
+    code, said = run(["--run", str(folder)], capsys)
+    assert code == 2
+    assert "--resume" in said
+    assert "--overwrite" in said
+    code, said = run(["--run", str(folder), "--overwrite"], capsys)
+    assert code == 2
+    assert "is none" in said, "only runs are overwritten"
+    assert (folder / "mine.txt").read_text() == "keep me"
+    code, said = run(["--run", str(folder / "mine.txt")], capsys)
+    assert code == 2
+    assert "is a file" in said
+
+
+def test_resuming_needs_no_other_flag(tmp_path):
+    wanted = setup.resolve(
+        {"run": str(tmp_path / "run"), "steps": 7, "method": "eager", "seed": 3}, {"sync_every": 5, "mixing": 0.25}
+    )
+    setup.claim(wanted)
+    again = setup.resolve({"run": str(tmp_path / "run"), "resume": True}, {})
+    assert again.config.steps == 7
+    assert again.config.seed == 3
+    assert again.method() == wanted.method()
+    assert setup.load(tmp_path / "run").method() == wanted.method()
+
+
+def test_every_field_of_the_method_is_a_flag(capsys):
+    import dataclasses
+
+    from isles.core.method import Method
+
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert all(f"--{field.name.replace('_', '-')}" in text for field in dataclasses.fields(Method))
+
+
+def test_help_does_not_load_torch():
+    code = "import sys; from isles.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_starting_to_train_does_not_load_torch_in_the_parent():
+    code = "import sys, isles.train.command, isles.view.report; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+
+
+def test_the_saved_configuration_is_plain_json(tmp_path):
+    wanted = setup.resolve({"run": str(tmp_path / "run")}, {"fragments": [["a"], ["b"]]})
+    setup.claim(wanted)
+    saved = json.loads((Path(wanted.config.run) / "config.json").read_text())
+    assert saved["method"]["fragments"] == [["a"], ["b"]]
+    assert saved["config"]["method"] == "streaming"

@@ -1,0 +1,162 @@
+"""`isles train` with real processes: every method, kill -9, Ctrl-C, torchrun; an interrupted run ends as if it never was.
+
+One small run that nobody disturbs is the measure for all the others: same losses, step by step, to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STEPS = 30
+SMALL = ["--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano", "--steps", str(STEPS), "--batch-size", "2"]
+SMALL += ["--sequence-length", "32", "--sync-every", "6", "--fragments", "3", "--overlap", "2", "--checkpoint-every", "5"]
+SMALL += ["--eval-every", "15", "--eval-tokens", "512", "--sample-tokens", "8", "--warmup-steps", "5", "--json"]
+LIMIT_SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    own = {"ISLES_CACHE": str(tmp_path_factory.mktemp("cache")), "OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | own
+
+
+def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "isles.cli", "train", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> dict:
+    out, err = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def events(folder: Path, kind: str) -> list[dict]:
+    file = folder / "events.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def losses(folder: Path) -> dict[tuple[int, int], float]:
+    """By island and step; of a step that was done twice, the second time counts."""
+    return {(event["island"], event["step"]): event["loss"] for event in events(folder, "step")}
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not any(event["step"] >= step for event in events(folder, "step")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, environment):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    return folder, finish(start(["--run", str(folder), *SMALL], environment))
+
+
+def test_what_a_run_says_and_leaves_behind(undisturbed):
+    folder, summary = undisturbed
+    wanted = ("val_loss", "val_bits_per_byte", "steps", "tokens", "islands", "bytes_sent", "peak_bytes_per_step")
+    assert all(name in summary for name in (*wanted, "compute_utilization", "wall_seconds", "run_dir"))
+    assert summary["steps"] == STEPS
+    assert summary["islands"] == 2
+    assert summary["tokens"] == STEPS * 2 * 2 * 32
+    assert 0 < summary["compute_utilization"] <= 1
+    assert summary["run_dir"] == str(folder)
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "events.jsonl", "checkpoints", "model.safetensors"}
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["00000025", "00000030"], "the last two checkpoints are kept"
+    sent = sum(event["num_bytes"] for event in events(folder, "send"))
+    assert sent == summary["bytes_sent"] == sum(event["bytes_sent"] for event in events(folder, "step"))
+    assert len(losses(folder)) == 2 * STEPS
+
+
+def test_kill_9_of_an_island_and_resume_is_the_same_run(undisturbed, tmp_path, environment):
+    folder = tmp_path / "run"
+    process = start(["--run", str(folder), *SMALL, "--timeout-seconds", "20"], environment)
+    wait_for_step(folder, 13, process)
+    victim = next(event["pid"] for event in events(folder, "island") if event["island"] == 1)
+    os.kill(victim, signal.SIGKILL)
+    _, err = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 1
+    assert "island 1 was ended by SIGKILL" in err.splitlines()[-1]
+    assert "--resume" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    summary = finish(start(["--run", str(folder), "--resume", "--json"], environment))
+    assert losses(folder) == losses(undisturbed[0])
+    assert summary["val_loss"] == undisturbed[1]["val_loss"]
+    assert summary["bytes_sent"] == undisturbed[1]["bytes_sent"]
+    assert events(folder, "resume")[0]["step"] in (5, 10, 15, 20)
+
+
+def test_ctrl_c_saves_and_leaves_and_resume_is_the_same_run(undisturbed, tmp_path, environment):
+    folder = tmp_path / "run"
+    # Slower steps, so that the islands are still at work when the signal comes.
+    process = start(["--run", str(folder), *SMALL, "--eval-every", "2", "--checkpoint-every", "0"], environment)
+    wait_for_step(folder, 3, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 130, err
+    assert "--resume" in err.splitlines()[-1]
+    finish(start(["--run", str(folder), "--resume", "--json"], environment))
+    assert losses(folder) == losses(undisturbed[0])
+
+
+def test_the_same_command_under_torchrun_is_the_same_run(undisturbed, tmp_path, environment):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--no-python", sys.executable, "-m", "isles.cli", "train", "--run", str(folder), *SMALL, "--ranks-per-island", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert losses(folder) == losses(undisturbed[0])
+    assert summary["val_loss"] == undisturbed[1]["val_loss"]
+
+
+@pytest.mark.parametrize("method", ["diloco", "delayed", "eager", "data-parallel"])
+def test_every_method_trains(method, tmp_path, environment):
+    folder = tmp_path / "run"
+    arguments = [argument for argument in SMALL if argument not in ("--overlap", "2", "--sync-every", "6", "--fragments", "3")]
+    arguments = ["--run", str(folder), "--method", method, "--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano"]
+    arguments += ["--steps", "12", "--batch-size", "2", "--sequence-length", "32", "--eval-every", "0", "--json"]
+    arguments += [] if method == "data-parallel" else ["--sync-every", "4"]
+    summary = finish(start(arguments, environment))
+    first, last = losses(folder)[0, 1], losses(folder)[0, 12]
+    assert last < first
+    assert summary["val_loss"] < first
+    if method == "data-parallel":
+        assert summary["bytes_sent"] == 2 * 12 * 4 * summary["parameters"]
+
+
+def test_a_model_that_is_not_known_is_a_mistake(tmp_path, environment):
+    process = start(["--run", str(tmp_path / "run"), *SMALL, "--model", "giant"], environment)
+    _, err = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 2
+    assert "--model giant is not known" in err.splitlines()[-1]
+
+
+def test_more_islands_than_tokens_allow_is_a_mistake(tmp_path, environment):
+    (tmp_path / "short.txt").write_text("A few words are not enough.\n" * 20)
+    arguments = ["--run", str(tmp_path / "run"), "--data", str(tmp_path / "short.txt"), "--tokenizer", "bytes", "--islands", "2"]
+    process = start([*arguments, "--batch-size", "64"], environment)
+    _, err = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 2
+    assert "use more text" in err.splitlines()[-1]
+
+
+def test_a_checkpoint_of_another_model_is_a_mistake(undisturbed, environment):
+    folder = undisturbed[0]
+    process = start(["--run", str(folder), "--resume", "--model", "micro", "--json"], environment)
+    _, err = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 2
+    assert "--model nano, not micro" in err.splitlines()[-1]
