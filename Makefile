@@ -17,8 +17,13 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf]'
 	touch $@
 
+DEMO := --islands 2 --model micro --vocabulary 1024 --steps 900 --batch-size 8 --sequence-length 128 \
+	--eval-every 150 --checkpoint-every 300 --overwrite
+
 demo: install
-	$(BIN)/torchrun --nproc-per-node 2 examples/two_islands.py
+	$(BIN)/isles train --run runs/demo/streaming --method streaming --sync-every 30 $(DEMO)
+	$(BIN)/isles train --run runs/demo/data-parallel --method data-parallel $(DEMO)
+	$(BIN)/isles report runs/demo/streaming runs/demo/data-parallel --out runs/demo/report.html
 
 test: install
 	$(BIN)/python -m pytest

@@ -115,7 +115,7 @@ def test_ctrl_c_saves_and_leaves_and_resume_is_the_same_run(undisturbed, tmp_pat
 def test_the_same_command_under_torchrun_is_the_same_run(undisturbed, tmp_path, environment):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--no-python", sys.executable, "-m", "isles.cli", "train", "--run", str(folder), *SMALL, "--ranks-per-island", "1"]
+    command += ["-m", "isles.cli", "train", "--run-dir", str(folder), *SMALL]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -126,7 +126,6 @@ def test_the_same_command_under_torchrun_is_the_same_run(undisturbed, tmp_path, 
 @pytest.mark.parametrize("method", ["diloco", "delayed", "eager", "data-parallel"])
 def test_every_method_trains(method, tmp_path, environment):
     folder = tmp_path / "run"
-    arguments = [argument for argument in SMALL if argument not in ("--overlap", "2", "--sync-every", "6", "--fragments", "3")]
     arguments = ["--run", str(folder), "--method", method, "--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano"]
     arguments += ["--steps", "12", "--batch-size", "2", "--sequence-length", "32", "--eval-every", "0", "--json"]
     arguments += [] if method == "data-parallel" else ["--sync-every", "4"]

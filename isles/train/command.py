@@ -15,11 +15,16 @@ from isles.train import setup
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
 from isles.train.launch import launch, watching
+from isles.view import report
+from isles.view.runs import Run
+from isles.view.table import table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every field of the configuration and of the method."""
     flags.add(parser, TrainConfig, "the run")
+    another = "the same as --run; under torchrun, which takes --run for an abbreviation of its own --run-path, use this"
+    parser.add_argument("--run-dir", dest="run", metavar="RUN", default=argparse.SUPPRESS, help=another)
     flags.add(parser, Method, "the method (defaults: those of --method)", show_defaults=False)
 
 
@@ -37,10 +42,9 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         setup.claim(wanted)
         summary = launch(wanted.config)
     if summary is not None:
-        from isles.view.runs import Run
-        from isles.view.table import table
-
-        print(table([Run.load(summary["run_dir"])]))
+        done = Run.load(summary["run_dir"])
+        page = report.write([done], Path(summary["run_dir"]) / "report.html")
+        print(f"{table([done])}\nreport: {page}")
     return summary
 
 
