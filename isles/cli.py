@@ -18,6 +18,7 @@ import isles
 
 COMMANDS = {
     "train": ("isles.train.command", "train a language model on islands, here or as one of many under torchrun"),
+    "plan": ("isles.plan.command", "what bandwidth do I need, what will I get"),
     "report": ("isles.view.report", "compare runs in one self-contained HTML page"),
     "export": ("isles.train.export", "write the global model of a run as safetensors"),
     "sample": ("isles.train.sample_command", "let the global model of a run generate text"),

@@ -12,6 +12,7 @@ without.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +44,7 @@ class Reference:
     update: str = "fresh"
     delay_rounds: int = 1
     reencode_mean: bool = False
-    """Whether the mean goes through the codec too, as in the reduce-scatter form of the exchange."""
+    """Whether the mean goes through the codec too, one piece per island: the reduce-scatter form of the exchange."""
 
     theta: list[Weights] = field(init=False)
     """theta[m][name]: the weights of island m."""
@@ -94,7 +95,11 @@ class Reference:
             self.sent[m][p].append(seen)
             total = total + w_m * seen
         mean = total / sum(self.weights)
-        self.mean[p].append(self.through_codec(mean) if self.reencode_mean else mean)
+        if self.reencode_mean:
+            blocks = math.ceil(mean.numel() / self.codec.block)
+            pieces = mean.split(math.ceil(blocks / len(self.weights)) * self.codec.block)
+            mean = torch.cat([self.through_codec(piece) for piece in pieces])
+        self.mean[p].append(mean)
 
     def apply(self, p: int) -> None:
         """anchor = OuterOpt(anchor, Delta); theta = alpha * theta + (1 - alpha) * anchor."""

@@ -1,4 +1,4 @@
-"""`isles train` with real processes: every method, kill -9, Ctrl-C, torchrun; an interrupted run ends as if it never was.
+"""`isles train` with real processes: every method, kill -9, Ctrl-C, torchrun; what was interrupted ends as if it had not.
 
 One small run that nobody disturbs is the measure for all the others: same losses, step by step, to the last bit.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 STEPS = 30
-SMALL = ["--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano", "--steps", str(STEPS), "--batch-size", "2"]
-SMALL += ["--sequence-length", "32", "--sync-every", "6", "--fragments", "3", "--overlap", "2", "--checkpoint-every", "5"]
-SMALL += ["--eval-every", "15", "--eval-tokens", "512", "--sample-tokens", "8", "--warmup-steps", "5", "--json"]
+TINY = "--data synthetic:0.2 --tokenizer bytes --model nano --batch-size 2 --sequence-length 32 --json".split()
+SMALL = [*TINY, *f"--steps {STEPS} --sync-every 6 --fragments 3 --overlap 2 --checkpoint-every 5".split()]
+SMALL += "--eval-every 15 --eval-tokens 512 --sample-tokens 8 --warmup-steps 5".split()
 LIMIT_SECONDS = 240
 
 
@@ -73,7 +73,8 @@ def test_what_a_run_says_and_leaves_behind(undisturbed):
     assert summary["tokens"] == STEPS * 2 * 2 * 32
     assert 0 < summary["compute_utilization"] <= 1
     assert summary["run_dir"] == str(folder)
-    assert {path.name for path in folder.iterdir()} >= {"config.json", "events.jsonl", "checkpoints", "model.safetensors"}
+    left = {path.name for path in folder.iterdir()}
+    assert left >= {"config.json", "events.jsonl", "checkpoints", "model.safetensors", "report.html"}
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["00000025", "00000030"], "the last two checkpoints are kept"
     sent = sum(event["num_bytes"] for event in events(folder, "send"))
@@ -126,8 +127,7 @@ def test_the_same_command_under_torchrun_is_the_same_run(undisturbed, tmp_path, 
 @pytest.mark.parametrize("method", ["diloco", "delayed", "eager", "data-parallel"])
 def test_every_method_trains(method, tmp_path, environment):
     folder = tmp_path / "run"
-    arguments = ["--run", str(folder), "--method", method, "--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano"]
-    arguments += ["--steps", "12", "--batch-size", "2", "--sequence-length", "32", "--eval-every", "0", "--json"]
+    arguments = ["--run", str(folder), "--method", method, *TINY, "--steps", "12", "--eval-every", "0"]
     arguments += [] if method == "data-parallel" else ["--sync-every", "4"]
     summary = finish(start(arguments, environment))
     first, last = losses(folder)[0, 1], losses(folder)[0, 12]
@@ -146,8 +146,8 @@ def test_a_model_that_is_not_known_is_a_mistake(tmp_path, environment):
 
 def test_more_islands_than_tokens_allow_is_a_mistake(tmp_path, environment):
     (tmp_path / "short.txt").write_text("A few words are not enough.\n" * 20)
-    arguments = ["--run", str(tmp_path / "run"), "--data", str(tmp_path / "short.txt"), "--tokenizer", "bytes", "--islands", "2"]
-    process = start([*arguments, "--batch-size", "64"], environment)
+    short = ["--data", str(tmp_path / "short.txt"), "--tokenizer", "bytes", "--batch-size", "64"]
+    process = start(["--run", str(tmp_path / "run"), *short], environment)
     _, err = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 2
     assert "use more text" in err.splitlines()[-1]

@@ -7,6 +7,7 @@ round number 0; taking over island 0's values is the average in which only islan
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from isles.core.replica import Replica
 from isles.wire.codecs import codecs, is_finite
 from isles.wire.message import checksum
 from isles.wire.world import MismatchError, Payload, World
+
+logger = logging.getLogger("isles")
 
 
 def at_start(world: World, method: Method, weight: float, replica: Replica, sync_initial: bool) -> float:
@@ -56,7 +59,7 @@ def at_start(world: World, method: Method, weight: float, replica: Replica, sync
         chief = 1.0 if world.rank == 0 else 0.0
         with torch.no_grad():
             for index, part in enumerate(parts):
-                part.write(_average(world, index, part.read(), chief))
+                part.write(_mean(world, index, part.read(), chief))
         average_buffers(world, chief, replica)
     else:
         notes_of_values = _compare_notes(world, {"values": [_checksum(part.read()) for part in parts]})
@@ -85,12 +88,16 @@ def after_resume(world: World, method: Method, step: int, anchors: list[Tensor])
         )
 
 
-def at_finish(world: World, weight: float, anchors: list[Tensor]) -> None:
-    """Makes the anchors the same everywhere: they are already, or become their mean (always so with eager updates)."""
+def at_finish(world: World, method: Method, weight: float, anchors: list[Tensor]) -> None:
+    """Makes the anchors the same everywhere: they are already, or, with eager updates, become their mean."""
     notes = _compare_notes(world, {"anchors": [_checksum(anchor) for anchor in anchors]})
     if any(note != notes[0] for note in notes):
+        if method.update != "eager":
+            logger.warning(
+                "the islands' global parameters differ at the end; is their hardware unlike? taking the mean"
+            )
         for index, anchor in enumerate(anchors):
-            anchor.copy_(_average(world, index, anchor, weight))
+            anchor.copy_(_mean(world, index, anchor, weight))
 
 
 def average_buffers(world: World, weight: float, replica: Replica) -> None:
@@ -102,9 +109,10 @@ def average_buffers(world: World, weight: float, replica: Replica) -> None:
     others = [buffer for buffer in buffers if not buffer.is_floating_point()]
     if floats:
         flat = torch.cat([buffer.reshape(-1).float() for buffer in floats])
-        if not is_finite(flat):
-            flat, weight = torch.zeros_like(flat), 0.0
-        mean = _average(world, len(replica.fragments), flat, weight)
+        own, good = flat, is_finite(flat)
+        mean = _average(world, len(replica.fragments), own if good else torch.zeros_like(own), weight if good else 0.0)
+        if mean is None:  # nobody's are finite: there is nothing better than what is there
+            mean = own
         for buffer, part in zip(floats, mean.split([buffer.numel() for buffer in floats]), strict=True):
             buffer.copy_(part.view(buffer.shape))
     if others:
@@ -114,25 +122,32 @@ def average_buffers(world: World, weight: float, replica: Replica) -> None:
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
-def _average(world: World, index: int, vector: Tensor, weight: float) -> Tensor:
-    """The weighted mean of a vector over the islands, in fp32, now; the vector itself if nobody has a weight."""
+def _average(world: World, index: int, vector: Tensor, weight: float) -> Tensor | None:
+    """The weighted mean of a vector over the islands, in fp32, now; None if nobody has a weight."""
     codec = codecs["fp32"]
     mean = world.start(Payload(index, 0, codec, vector.numel(), weight, codec.encode(vector).cpu())).wait()
-    return mean.values.to(vector.device) if mean.weights else vector
+    return mean.values.to(vector.device) if mean.weights else None
+
+
+def _mean(world: World, index: int, vector: Tensor, weight: float) -> Tensor:
+    """The same where somebody is known to have a weight."""
+    mean = _average(world, index, vector, weight)
+    assert mean is not None
+    return mean
 
 
 def _compare_notes(world: World, note: dict[str, Any]) -> list[dict[str, Any]]:
-    try:
-        notes = [json.loads(text) for text in world.gather(json.dumps(note).encode())]
-    except ValueError as error:
-        raise MismatchError(
-            f"an island sent a note that is no JSON ({error}): run the same isles everywhere"
-        ) from error
-    for rank, other in enumerate(notes):
+    texts = world.gather(json.dumps(note).encode())
+    notes = []
+    for rank, text in enumerate(texts):
+        try:
+            other = json.loads(text)
+        except ValueError as error:
+            raise MismatchError(f"island {rank} sent a note that is no JSON: run the same isles everywhere") from error
         if not isinstance(other, dict) or other.keys() != note.keys():
-            raise MismatchError(
-                f"islands {world.rank} and {rank} are not at the same point of the program: start them in the same way"
-            )
+            both = f"islands {world.rank} and {rank} are not at the same point of the program"
+            raise MismatchError(f"{both}: start them in the same way")
+        notes.append(other)
     return notes
 
 

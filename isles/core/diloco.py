@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +47,8 @@ from isles.wire.codecs import codecs, is_finite
 from isles.wire.world import Handle, Payload, World, default_world
 
 logger = logging.getLogger("isles")
+_engaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have an open DiLoCo: with two of them every step would count twice."""
 
 
 class DiLoCo:
@@ -78,6 +80,7 @@ class DiLoCo:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         _check_arguments(model, optimizer, method, weight)
+        _check_options(world, sync_initial, on_event)
         self.model, self.optimizer, self.method, self.weight = model, optimizer, method, float(weight)
         self.fragments = cut(model, method)
         self.schedule = Schedule.of(method, len(self.fragments))
@@ -96,6 +99,7 @@ class DiLoCo:
         self._showing_global = False
         self._closed = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+        _engaged.add(optimizer)
 
     def _new_state(self, fragment: Fragment) -> OuterState:
         anchor = fragment.read()
@@ -136,6 +140,8 @@ class DiLoCo:
             delta += state.residual
         if not is_finite(delta):
             self._recover(due)
+            if state.residual is not None:
+                state.residual.zero_()
         sits_out, state.void = state.void, False
         weight = 0.0 if sits_out else self.weight
         if sits_out:
@@ -143,7 +149,7 @@ class DiLoCo:
             self.stats.nonfinite_rounds += 1
             self._tell("nonfinite", due)
         body = self._codec.encode(delta)
-        if state.residual is not None:
+        if state.residual is not None and not sits_out:
             state.residual = delta - self._codec.decode(body, fragment.numel)
         body = body.cpu()
         handle = self._link.start(Payload(due.fragment, due.round, self._codec, fragment.numel, weight, body))
@@ -264,7 +270,7 @@ class DiLoCo:
         for index, state in enumerate(self._states):
             for number in list(state.rounds):
                 self._outer_step(Due(index, number))
-        agreement.at_finish(self._link, self.weight, self._anchors())
+        agreement.at_finish(self._link, self.method, self.weight, self._anchors())
         self._show(self._anchors())
         agreement.average_buffers(self._link, self.weight, self._replica)
 
@@ -284,6 +290,7 @@ class DiLoCo:
         """Takes the hook off the optimizer. Nothing in flight is waited for; `finish()` before it if that matters."""
         self._closed = True
         self._hook.remove()
+        _engaged.discard(self.optimizer)
 
     # ---- checkpoints
 
@@ -352,8 +359,12 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method:
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if not isinstance(method, Method):
         raise ValueError(f"method must be an isles.Method, such as isles.Method.streaming(), not {method!r}")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight <= 0:
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1e300:
         raise ValueError(f"weight={weight!r} must be a number greater than 0: this island's say in the mean")
+    if optimizer in _engaged:
+        raise ValueError(
+            "this optimizer already has a DiLoCo: close() it, or leave its with block, before making another"
+        )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = trainable_parameters(model)
     missing = [name for name, parameter in trained.items() if id(parameter) not in held]
@@ -363,3 +374,13 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method:
             f"the optimizer does not hold these trainable parameters of the model: {few}; "
             "make it from this model's parameters, or freeze them"
         )
+
+
+def _check_options(world: object, sync_initial: object, on_event: object) -> None:
+    parts = ("rank", "size", "start", "gather")
+    if world is not None and (isinstance(world, type) or not all(hasattr(world, part) for part in parts)):
+        raise ValueError(f"world={world!r} must be a world, such as isles.TorchWorld(), or None for the default one")
+    if not isinstance(sync_initial, bool):
+        raise ValueError(f"sync_initial={sync_initial!r} must be True or False")
+    if on_event is not None and not callable(on_event):
+        raise ValueError(f"on_event={on_event!r} must be a function that takes an isles.Event, or None")

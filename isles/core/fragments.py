@@ -9,11 +9,11 @@ To the engine a fragment is one flat fp32 vector that can be read from the model
 tensors it is made of, their shapes, their precision and whether they are shards of something larger is nobody
 else's business.
 
-Finding the layer stack needs no names. In every ModuleList, Sequential and ModuleDict, children of the same
-class form a group; the class whose groups hold the most trainable parameters is the layer class, and all its
-outermost groups, in model order, are the stack. That finds the blocks of GPT-2 and Llama, both stacks of an
-encoder-decoder, the stages of a ResNet and the Linear layers of a plain Sequential, and passes over the
-experts inside a block.
+Finding the layer stack needs no names. A ModuleList is a group of layers; in a Sequential or a ModuleDict, children of
+the same class are one. The kind of group that holds the most trainable parameters is the stack: all its outermost
+members, in model order. That finds the blocks of GPT-2 and Llama, layers that alternate, both stacks of an
+encoder-decoder, the stages of a ResNet and the Linear layers of a plain Sequential, and passes over the experts inside
+a block.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ def cut(model: nn.Module, method: Method) -> list[Fragment]:
         groups = _by_name(unwrap(model), parameters, method.fragments)
     else:
         groups = _by_layer(unwrap(model), parameters, method)
+    complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
+    if complex_ones:
+        raise ValueError(f"these parameters are complex: {_some(complex_ones)}; store real and imaginary part instead")
     fragments = [Fragment((name, parameters[name]) for name in names) for names in groups]
     empty = sum(not fragment.names for fragment in fragments)
     if empty:
@@ -125,16 +128,17 @@ def clean_name(name: str) -> str:
 def find_layers(model: nn.Module) -> list[list[str]]:
     """The layer stack: for each layer, in model order, the names of its trainable parameters. Empty: there is none."""
     name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    groups: dict[type, set[nn.Module]] = defaultdict(set)
+    groups: dict[object, set[nn.Module]] = defaultdict(set)
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            alike: dict[type, set[nn.Module]] = defaultdict(set)
-            for child in container.children():
-                if any(parameter in name_of for parameter in child.parameters()):
-                    alike[type(child)].add(child)
-            for kind, children in alike.items():
-                if len(children) > 1:
-                    groups[kind] |= children
+            children = [child for child in container.children() if any(p in name_of for p in child.parameters())]
+            kinds = frozenset(type(child) for child in children)
+            alike: dict[object, set[nn.Module]] = defaultdict(set)
+            for child in children:
+                alike[kinds if isinstance(container, nn.ModuleList) else frozenset([type(child)])].add(child)
+            for kind, members in alike.items():
+                if len(members) > 1:
+                    groups[kind] |= members
     if not groups:
         return []
 

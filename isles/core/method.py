@@ -16,8 +16,7 @@ list the knobs without loading it.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
@@ -120,7 +119,11 @@ class Method:
         offsets, last = self.offsets, self.sync_every - 1
         if offsets is None:
             return
-        good = _is_list(offsets) and all(_is_integer(offset) and 0 <= offset <= last for offset in offsets)
+        good = (
+            _is_list(offsets)
+            and len(offsets) > 0
+            and all(_is_integer(offset) and 0 <= offset <= last for offset in offsets)
+        )
         _require(
             good, f"offsets={offsets!r} must be a list of integers from 0 to {last} (sync_every - 1), one per fragment"
         )
@@ -253,7 +256,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
@@ -264,8 +267,8 @@ def _integer(name: str, value: object, least: int, also: str = "") -> None:
     _require(_is_integer(value) and value >= least, f"{name}={value!r} must be an integer of at least {least}{also}")
 
 
-def _number(name: str, value: object, allowed: Any, range_text: str) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and allowed(value)
+def _number(name: str, value: object, allowed: Callable[[float], bool], range_text: str) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300 and allowed(value)
     _require(good, f"{name}={value!r} must be a number {range_text}")
 
 

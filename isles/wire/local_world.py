@@ -27,6 +27,7 @@ from isles.wire.message import Header
 from isles.wire.world import LostPeerError, Mean, MismatchError, Payload
 
 T = TypeVar("T")
+_here = threading.local()
 
 
 def run_local(fn: Callable[[LocalWorld], T], islands: int, *, reduction: reduction.Reduction = "auto") -> list[T]:
@@ -39,6 +40,8 @@ def run_local(fn: Callable[[LocalWorld], T], islands: int, *, reduction: reducti
     """
     if not isinstance(islands, int) or isinstance(islands, bool) or islands < 1:
         raise ValueError(f"islands={islands!r} must be an integer of at least 1")
+    if not callable(fn):
+        raise ValueError(f"fn={fn!r} must be a function that takes a world")
     caller = _RandomState.now()
     table = _Table(islands, reduction)
     results: list[Any] = [None] * islands
@@ -47,7 +50,8 @@ def run_local(fn: Callable[[LocalWorld], T], islands: int, *, reduction: reducti
         try:
             table.begin(rank)
             caller.restore()
-            results[rank] = fn(LocalWorld(rank, table))
+            _here.world = LocalWorld(rank, table)
+            results[rank] = fn(_here.world)
         except BaseException as error:  # the caller gets it: see below
             table.fail(rank, error)
         finally:
@@ -82,6 +86,11 @@ class LocalWorld:
     def alone(cls) -> LocalWorld:
         """A world of one island, in the calling thread."""
         return cls(0, _Table(1, "auto"))
+
+    @staticmethod
+    def current() -> LocalWorld | None:
+        """The world of the island that the calling thread is, inside `run_local`."""
+        return getattr(_here, "world", None)
 
     @property
     def size(self) -> int:

@@ -19,7 +19,7 @@ import datetime
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -35,8 +35,8 @@ from isles.wire.world import LostPeerError, Mean, Payload
 
 R = TypeVar("R")
 
-SLICE_BYTES = 8 << 20
-"""At most this much of a body goes into one collective."""
+SLICE_BYTES, SHORTEST_SLICE_BYTES = 1 << 20, 1 << 15
+"""At most, and if possible at least, this much of a body goes into one collective."""
 
 
 class TorchWorld:
@@ -143,29 +143,30 @@ class TorchWorld:
     def _collect(self, own: Tensor) -> list[Tensor]:
         """Everybody's tensor; all have the same size."""
         received = list(torch.empty(self.size, own.numel(), dtype=torch.uint8))
-        try:
-            works = [
-                dist.all_gather([row[cut] for row in received], own[cut], group=self._group, async_op=True)
-                for cut in _slices(own.numel())
-            ]
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        self._wait(
+            dist.all_gather([row[cut] for row in received], own[cut], group=self._group, async_op=True)
+            for cut in _slices(own.numel())
+        )
         return received
 
     def _distribute(self, pieces: Tensor) -> list[Tensor]:
         """Row r of everybody's table goes to island r: returns everybody's row for this island."""
-        received = torch.empty_like(pieces)
-        for cut in _slices(pieces.shape[1]):
-            outgoing = pieces[:, cut].contiguous()
-            incoming = torch.empty_like(outgoing)
-            try:
-                dist.all_to_all_single(incoming, outgoing, group=self._group)
-            except RuntimeError as error:
-                raise self._lost(error) from error
-            received[:, cut] = incoming
-        return list(received)
+        cuts = _slices(pieces.shape[1])
+        outgoing = [pieces[:, cut].contiguous() for cut in cuts]
+        incoming = [torch.empty_like(part) for part in outgoing]
+        self._wait(
+            dist.all_to_all_single(theirs, ours, group=self._group, async_op=True)
+            for theirs, ours in zip(incoming, outgoing, strict=True)
+        )
+        return list(torch.cat(incoming, dim=1))
+
+    def _wait(self, works: Iterable[Any]) -> None:
+        """Starts all of them, then waits for each: the next slice is on the link while one is being put away."""
+        try:
+            for work in list(works):
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> LostPeerError:
         why = (
@@ -249,7 +250,9 @@ def _ranks_of(group_or_mesh: Any) -> list[int]:
 
 
 def _slices(num_bytes: int) -> list[slice]:
-    return [slice(at, min(at + SLICE_BYTES, num_bytes)) for at in range(0, num_bytes, SLICE_BYTES)]
+    """Eight of them, but not very short or long ones: so that a link is kept busy while slices are handed over."""
+    size = min(SLICE_BYTES, max(SHORTEST_SLICE_BYTES, -(-num_bytes // 8)))
+    return [slice(at, min(at + size, num_bytes)) for at in range(0, num_bytes, size)]
 
 
 def _tensor_of(data: bytes) -> Tensor:

@@ -104,11 +104,14 @@ class Arrived:
 
 
 def default_world() -> World:
-    """torch.distributed's default group if there is one, else one island alone."""
+    """Inside `run_local` the island's own; else torch.distributed's default group; without it, one island alone."""
+    from isles.wire.local_world import LocalWorld
+
+    here = LocalWorld.current()
+    if here is not None:
+        return here
     if dist.is_available() and dist.is_initialized():
         from isles.wire.torch_world import TorchWorld
 
         return TorchWorld()
-    from isles.wire.local_world import LocalWorld
-
     return LocalWorld.alone()

@@ -1,0 +1,109 @@
+"""What one round costs on a real link: bytes, hops, seconds.
+
+An exchange of `TorchWorld` is headers first, so that nobody sends a body that the others do not expect, then
+bodies. One thread per island does it all, one round after the other, and decodes what has arrived before it turns
+to the next round.
+
+    all-gather       header and body go around a ring of M islands: M - 1 payloads out of every island, and into it
+    reduce-scatter   every island gets its piece of each payload, averages it, and the means go around: 2 (M - 1) /
+    M payloads data-parallel    a ring all-reduce of gradients in fp32: 2 (M - 1) / M times the gradients
+
+Bytes are those of `isles.wire.reduction.traffic`, asked with payloads that take no memory. TCP over Ethernet turns
+1,448 bytes of them into 1,514 on the wire, and since as much comes in as goes out, 66 more go out for every second
+frame that came in, to acknowledge it. Seconds are bytes over the slowest direction of the slowest link, plus one
+latency for every hop that has to wait for the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isles.plan.coding import Coding
+from isles.plan.simulate import Seconds
+
+if TYPE_CHECKING:
+    from isles.wire.reduction import Reduction
+    from isles.wire.world import Payload
+
+FRAMING = (1514 + 66 / 2) / 1448
+"""Bytes on the wire per byte of payload: headers of Ethernet, IP and TCP (with time stamps), and acknowledgements."""
+GRADIENT_BYTES = 4
+"""Data-parallel training averages gradients in fp32."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One exchange of one fragment, for one island with all its ranks."""
+
+    num_bytes: int
+    """Sent by one island, and received by it; without TCP's and Ethernet's headers."""
+    hops: int
+    """Messages that wait for each other."""
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    apply_seconds: float = 0.0
+
+    def link_seconds(self, bits_per_second: Seconds, latency_seconds: float) -> Seconds:
+        """How long the link is busy with it.
+
+        >>> Round(num_bytes=1448 * 125, hops=2).link_seconds(1547e3, 0.25)
+        1.5
+        """
+        return 8 * FRAMING * self.num_bytes / bits_per_second + self.hops * latency_seconds
+
+
+def fragment_round(
+    numel: int, codec: str, islands: int, *, ranks: int = 1, reduction: Reduction = "auto", coding: Coding
+) -> Round:
+    """A round of a fragment of so many parameters, shared by the ranks of an island."""
+    from isles.wire import reduction as forms
+    from isles.wire.codecs import codecs
+    from isles.wire.torch_world import SLICE_BYTES
+
+    chosen = codecs[codec]
+    form = forms.choose(reduction, islands, chosen)
+    shard = -(-numel // ranks)
+    num_bytes = ranks * forms.traffic(form, islands, _weightless(shard, codec))
+    ring = islands - 1
+    if form == "all-gather":
+        hops, encoded, decoded = 2 * ring, 0, islands * shard
+    else:
+        piece = forms.piece_numel(shard, islands, chosen)
+        slices = -(-chosen.num_bytes(piece) // SLICE_BYTES)  # pieces are handed over slice by slice
+        hops, encoded, decoded = 2 * ring + slices, piece, 2 * islands * piece
+    return Round(
+        num_bytes,
+        hops,
+        encode_seconds=shard / coding.encode_per_second,
+        decode_seconds=decoded / coding.decode_per_second + encoded / coding.encode_per_second,
+        apply_seconds=shard / coding.apply_per_second,
+    )
+
+
+def gradient_round(numel: int, islands: int) -> Round:
+    """The all-reduce of so many gradients in data-parallel training.
+
+    >>> gradient_round(1000, 2).num_bytes
+    4000
+    """
+    return Round(num_bytes=round(2 * (islands - 1) * numel * GRADIENT_BYTES / islands), hops=2 * (islands - 1))
+
+
+def payload_bytes(numel: int, codec: str, ranks: int = 1) -> int:
+    """Size of a fragment once encoded, all shards together."""
+    from isles.wire.codecs import codecs
+
+    return ranks * codecs[codec].num_bytes(-(-numel // ranks))
+
+
+def _weightless(numel: int, codec: str) -> Payload:
+    """A payload whose body has a size and no memory."""
+    import torch
+
+    from isles.wire.codecs import codecs
+    from isles.wire.world import Payload
+
+    chosen = codecs[codec]
+    body = torch.empty(chosen.num_bytes(numel), dtype=torch.uint8, device="meta")
+    return Payload(fragment=0, round=1, codec=chosen, numel=numel, weight=1.0, body=body)
