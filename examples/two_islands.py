@@ -28,7 +28,7 @@ def train(world=None):
     method = isles.Method.streaming(sync_every=SYNC_EVERY, fragments=3)  # 1
     with isles.DiLoCo(model, optimizer, method, world=world) as diloco:  # 2
         for step in range(1, STEPS + 1):
-            points = torch.rand(256, 2) * torch.tensor([1.0, 2.0]) - torch.tensor([float(island), 1.0])  # left or right half
+            points = own_half(island)
             loss = (model(points) - target(points)).square().mean()
             loss.backward()
             optimizer.step()
@@ -38,14 +38,20 @@ def train(world=None):
                     everywhere = torch.rand(4096, 2, generator=torch.Generator().manual_seed(9)) * 2 - 1
                     error = (model(everywhere) - target(everywhere)).square().mean().item()
                 if island == 0:
-                    print(f"step {step}: global model's error on both halves {error:.4f}, sent {diloco.stats.bytes_sent:,} bytes")
+                    sent = diloco.stats.bytes_sent
+                    print(f"step {step}: global model's error on both halves {error:.4f}, sent {sent:,} bytes")
     # After the with block every island has the identical global model.
     if island == 0:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         ratio = 4 * parameters * STEPS / diloco.stats.bytes_sent
         bits = diloco.stats.payload_bits_per_parameter
-        print(f"{parameters:,} parameters at {bits:.2f} bits: {ratio:.0f}x fewer bytes than sending fp32 gradients every step")
+        print(f"{parameters:,} parameters at {bits:.2f} bits: {ratio:.0f}x fewer bytes than fp32 gradients every step")
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def own_half(island):
+    """Random points: island 0 sees x from 0 to 1, island 1 from -1 to 0."""
+    return torch.rand(256, 2) * torch.tensor([1.0, 2.0]) - torch.tensor([float(island), 1.0])
 
 
 def target(points):

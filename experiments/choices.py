@@ -1,7 +1,8 @@
 """Choices that the papers leave open, made by training: mixing of Streaming DiLoCo, and the form of the reduction.
 
-Trains a small decoder (0.2M parameters, bytes) on real text for each setting and seed, and evaluates the outer parameters on
-held-out text. One line of JSON per run is appended to the results file; what is there already is not run again.
+Trains a small decoder (0.2M parameters, bytes) on real text for each setting and seed, and evaluates the
+outer parameters on held-out text. One line of JSON per run is appended to the results file; what is there
+already is not run again.
 
     python experiments/choices.py --data TRAIN --val VAL --results results/choices.jsonl [--steps 1000] [--seeds 2]
 """
@@ -24,12 +25,11 @@ SETTINGS = {
     "4 islands, all-gather": (4, "all-gather", isles.Method.streaming(sync_every=30)),
     "4 islands, reduce-scatter": (4, "reduce-scatter", isles.Method.streaming(sync_every=30)),
     "4 islands, fp32": (4, "all-gather", isles.Method.streaming(sync_every=30, codec="fp32")),
-    "4 islands, reduce-scatter, feedback": (4, "reduce-scatter", isles.Method.streaming(sync_every=30, error_feedback=True)),
 }
 
 
 def read(path: Path) -> torch.Tensor:
-    text = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+    text = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
@@ -38,16 +38,20 @@ def windows(tokens: torch.Tensor, generator: torch.Generator, count: int) -> tor
     return tokens[at].long()
 
 
-def run(train: torch.Tensor, val: torch.Tensor, islands: int, reduction: str, method: isles.Method, steps: int, seed: int) -> float:
+def run(
+    texts: tuple[torch.Tensor, torch.Tensor], islands: int, reduction: str, method: isles.Method, steps: int, seed: int
+):
+    train, val = texts
+
     def island(world: isles.LocalWorld) -> float:
         torch.manual_seed(seed)
         model = Decoder(LADDER["micro"], vocabulary=256)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1, (t + 1) / 100) * (1 - 0.95 * t / steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1, t / 100) * (1 - 0.95 * t / steps))
         generator = torch.Generator().manual_seed(seed * 100 + world.rank)
         with isles.DiLoCo(model, optimizer, method, world=world) as diloco:
             for _ in range(steps):
-                batch = windows(train, generator, 32 // islands)  # the same number of tokens in total, however many islands
+                batch = windows(train, generator, 32 // islands)  # as many tokens in total, however many islands
                 language_loss(model(batch[:, :-1]), batch[:, 1:], z_loss=1e-4).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -78,7 +82,7 @@ def main() -> None:
         for name, (islands, reduction, method) in SETTINGS.items():
             if any((row["setting"], row["seed"], row["steps"]) == (name, seed, args.steps) for row in done):
                 continue
-            loss = run(train, val, islands, reduction, method, args.steps, seed)
+            loss = run((train, val), islands, reduction, method, args.steps, seed)
             row = {"setting": name, "seed": seed, "steps": args.steps, "val_loss": round(loss, 5)}
             print(json.dumps(row), flush=True)
             with args.results.open("a") as file:

@@ -1,7 +1,7 @@
 """Which E3M0? The papers say 4 bits, sign and three exponent bits, and nothing about scale, rounding, zero or blocks.
 
-Trains a small decoder on real text with plain DiLoCo in fp32, keeps the islands' outer gradients of several rounds, and asks of
-every variant what it does to the *mean*, which is what the outer optimizer sees:
+Trains a small decoder on real text with plain DiLoCo in fp32, keeps the islands' outer gradients of several
+rounds, and asks of every variant what it does to the *mean*, which is what the outer optimizer sees:
 
     error   |mean of decoded - mean| / |mean|
     gain    <mean of decoded, mean> / <mean, mean>: 1 is unbiased, below 1 the outer step is shortened
@@ -57,7 +57,7 @@ def outer_gradients(text: bytes, islands: int, rounds: int, sync_every: int) -> 
 
 
 def quantise(x: Tensor, *, block: int, zero: bool, rounding: str, scale: str, top: float) -> Tensor:
-    """Encode and decode: 7 powers of two and zero, or 8 powers of two; `top` is where the largest level lies in units of the maximum."""
+    """Encode and decode: 7 powers of two and zero, or 8; the largest level is `top` times the largest magnitude."""
     rows = torch.nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
     largest = rows.abs().amax(1, keepdim=True)
     if scale == "bf16":
@@ -101,11 +101,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--sync-every", type=int, default=30)
     args = parser.parse_args()
-    text = lzma.open(args.data).read() if args.data.suffix == ".xz" else args.data.read_bytes()
+    text = lzma.decompress(args.data.read_bytes()) if args.data.suffix == ".xz" else args.data.read_bytes()
     rounds = outer_gradients(text, args.islands, args.rounds, args.sync_every)
     print(f"{args.islands} islands, {len(rounds[0][0]):,} parameters, rounds of {args.sync_every} steps")
     for name, part in (("first 3 rounds", rounds[:3]), ("last 3 rounds", rounds[-3:])):
-        print(f"\n{name}\n{'block':>5} {'bits':>6} {'zero':>5} {'rounding':>10} {'scale':>6} {'top':>5} {'error':>7} {'gain':>6} {'one':>6}")
+        print(f"\n{name}\nblock   bits  zero   rounding  scale   top   error   gain    one")
         for block, zero, rounding, (scale, top) in itertools.product(
             (64, 128, 256, 512),
             (True, False),
@@ -116,7 +116,8 @@ def main() -> None:
             if block != 128 and (top not in (1.0, 0.8) or rounding == "log" or not zero):
                 continue
             error, gain, single = judge(part, block=block, zero=zero, rounding=rounding, scale=scale, top=top)
-            print(f"{block:>5} {bits:>6.3f} {zero!s:>5} {rounding:>10} {scale:>6} {top:>5} {error:>7.3f} {gain:>6.3f} {single:>6.3f}")
+            variant = f"{block:>5} {bits:>6.3f} {zero!s:>5} {rounding:>10} {scale:>6} {top:>5}"
+            print(f"{variant} {error:>7.3f} {gain:>6.3f} {single:>6.3f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`isles train` with real processes: every method, kill -9, Ctrl-C, torchrun; what was interrupted ends as if it had not.
+"""`isles train` with real processes: every method, kill -9, Ctrl-C, torchrun; an interrupted run ends like any other.
 
 One small run that nobody disturbs is the measure for all the others: same losses, step by step, to the last bit.
 """
@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 STEPS = 30
-TINY = "--data synthetic:0.2 --tokenizer bytes --model nano --batch-size 2 --sequence-length 32 --json".split()
+TINY = ["--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano", "--batch-size", "2", "--json"]
+TINY += ["--sequence-length", "32"]
 SMALL = [*TINY, *f"--steps {STEPS} --sync-every 6 --fragments 3 --overlap 2 --checkpoint-every 5".split()]
-SMALL += "--eval-every 15 --eval-tokens 512 --sample-tokens 8 --warmup-steps 5".split()
+SMALL += ["--eval-every", "15", "--eval-tokens", "512", "--sample-tokens", "8", "--warmup-steps", "5"]
 LIMIT_SECONDS = 240
 
 

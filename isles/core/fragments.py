@@ -94,7 +94,7 @@ def cut(model: nn.Module, method: Method) -> list[Fragment]:
         groups = _by_layer(unwrap(model), parameters, method)
     complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
     if complex_ones:
-        raise ValueError(f"these parameters are complex: {_some(complex_ones)}; store real and imaginary part instead")
+        raise ValueError(f"{_some(complex_ones)}: complex parameters are not supported; store real and imaginary part")
     fragments = [Fragment((name, parameters[name]) for name in names) for names in groups]
     empty = sum(not fragment.names for fragment in fragments)
     if empty:
