@@ -185,9 +185,11 @@ class Damage:
         hit, own = self.hit(own), own.clone()
         if hit and not self.receiving:
             self.flip(own[0])
-        self.originals[1](received, own, **more)
+        work = self.originals[1](received, own, **more)
         if hit and self.receiving:
+            work.wait()
             self.flip(received[0])
+        return work
 
 
 def damaged_rounds(rank, form, flips, receiving):
