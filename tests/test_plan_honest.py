@@ -12,7 +12,7 @@ from torch import nn
 import isles
 from isles.core.fragments import cut
 from isles.plan import Island, Link, Workload, alike, predict
-from isles.plan.coding import TYPICAL, Coding, measure, typical
+from isles.plan.coding import Coding, measure
 from isles.plan.exchange import FRAMING, fragment_round, gradient_round
 from isles.plan.honest import BUCKET_BYTES, buckets
 from isles.plan.memory import of_fragments
@@ -20,6 +20,7 @@ from isles.plan.variants import standard_variants
 from isles.plan.workload import fragment_sizes
 
 FREE = Coding.free()
+SLOW = Coding(encode_per_second=70e6, decode_per_second=200e6, apply_per_second=400e6)
 WORK = Workload(name="small", parameters=10_000_000, layers=10, step_seconds=1.0, outside_parameters=1_000_000)
 
 
@@ -137,7 +138,7 @@ def test_a_faster_island_waits_for_a_slower_one():
 
 
 def test_ranks_share_the_coding_and_not_the_link():
-    one, eight = (fragment_round(8 << 20, "e3m0", 2, ranks=ranks, coding=typical("e3m0")) for ranks in (1, 8))
+    one, eight = (fragment_round(8 << 20, "e3m0", 2, ranks=ranks, coding=SLOW) for ranks in (1, 8))
     assert eight.num_bytes == pytest.approx(one.num_bytes, rel=1e-3)
     assert eight.decode_seconds == pytest.approx(one.decode_seconds / 8)
 
@@ -153,8 +154,7 @@ def test_data_parallel_buckets_hold_all_gradients_in_backward_order():
     assert len(buckets(tiny, islands=2)) == 1
 
 
-def test_every_codec_has_a_typical_speed_and_can_be_measured():
-    assert set(TYPICAL) == set(isles.codecs)
+def test_the_speed_of_a_codec_can_be_measured():
     speed = measure("e3m0", numel=1 << 14, repeats=1)
     assert all(0 < getattr(speed, name) < math.inf for name in speed.__dataclass_fields__)
 

@@ -7,8 +7,8 @@ Three costs, each in parameters per second of one process (rank):
     apply    the training loop: the outer step, and writing the weights.
 
 With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, and the means of
-all. `TYPICAL` was measured with `measure` on one core of a server (plain PyTorch codecs), and rounded; `isles plan
---measure-coding` measures the machine it runs on, with whatever codecs are installed.
+all. How fast that is differs a hundredfold between one core and a GPU, so no speed is assumed: coding is taken to keep
+up unless speeds are given, or `isles plan --measure-coding` measures the machine it runs on.
 """
 
 from __future__ import annotations
@@ -43,29 +43,6 @@ class Coding:
     def free(cls) -> Coding:
         """Coding that takes no time, as in the papers."""
         return cls(encode_per_second=math.inf, decode_per_second=math.inf, apply_per_second=math.inf)
-
-
-def _millions(encode: float, decode: float) -> Coding:
-    return Coding(encode_per_second=encode * 1e6, decode_per_second=decode * 1e6, apply_per_second=400e6)
-
-
-TYPICAL = {
-    "fp32": _millions(250, 500),
-    "bf16": _millions(250, 500),
-    "fp16": _millions(250, 500),
-    "fp8": _millions(70, 100),
-    "int8": _millions(70, 200),
-    "int4": _millions(70, 200),
-    "e3m0": _millions(70, 200),
-    "topk": _millions(20, 200),
-    "random-drop": _millions(15, 15),
-    "dare": _millions(15, 15),
-}
-
-
-def typical(codec: str) -> Coding:
-    """The speed of a codec on an ordinary core; of one that is not listed, the slowest's."""
-    return TYPICAL.get(codec, min(TYPICAL.values(), key=lambda coding: coding.decode_per_second))
 
 
 def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:

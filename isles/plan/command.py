@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.plan import present
-from isles.plan.coding import Coding, measure, typical
+from isles.plan.coding import Coding, measure
 from isles.plan.compare import Question, compare
 from isles.plan.fleet import Island, Link
 from isles.plan.goodput import Failures
@@ -69,9 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     method.add_argument("--update", choices=("fresh", "delayed", "eager"), help="which mean an outer step uses")
     method.add_argument("--delay-rounds", type=int, help="how many rounds late, for delayed and eager")
     costs = parser.add_argument_group("costs besides the link")
-    costs.add_argument(
-        "--encode-rate", help="parameters encoded per second and rank: 70M (default: typical of the codec)"
-    )
+    costs.add_argument("--encode-rate", help="parameters encoded per second and rank: 70M (default: no time)")
     costs.add_argument("--decode-rate", help="parameters decoded per second and rank: 200M")
     costs.add_argument("--measure-coding", action="store_true", help="time the codecs on this machine instead")
     costs.add_argument(
@@ -187,14 +185,14 @@ def _own_variant(args: argparse.Namespace, sync_every: int, cutting: dict[str, A
 
 
 def _coding(args: argparse.Namespace, variants: list[Variant]) -> dict[str, Coding]:
-    """Speeds by codec, where the flags say more than what is typical."""
+    """Speeds by codec, where the flags say that coding takes time."""
     encode = _optional(args.encode_rate, lambda text: parse_count(text, "--encode-rate"))
     decode = _optional(args.decode_rate, lambda text: parse_count(text, "--decode-rate"))
     if not (args.measure_coding or encode or decode):
         return {}
     found = {}
     for codec in dict.fromkeys(variant.codec for variant in variants):
-        speed = measure(codec) if args.measure_coding else typical(codec)
+        speed = measure(codec) if args.measure_coding else Coding.free()
         found[codec] = Coding(
             encode_per_second=encode or speed.encode_per_second,
             decode_per_second=decode or speed.decode_per_second,

@@ -41,7 +41,7 @@ class Question:
     cutting: Mapping[str, Any] = field(default_factory=dict)
     reduction: Reduction = "auto"
     coding: Mapping[str, Coding] = field(default_factory=dict)
-    """Speed by codec, where it is known better than what is typical."""
+    """Speed by codec; coding takes no time where it is not known."""
     failures: Failures | None = None
     outer_on_host: bool = False
 

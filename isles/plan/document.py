@@ -83,9 +83,9 @@ ASSUMPTIONS = """## Assumptions
   slowest island's link. TCP is taken to fill it: no slow start, no loss, windows as large as bandwidth times delay.
   Gloo passes headers and all-gathered bodies around a ring: M - 1 hops of one latency each.
 - Steps take the same time each time. Islands may differ from each other; jitter is not modelled.
-- Encoding and applying stop the training loop, decoding stops the link: what isles does now. Their speed is that of
-  one core (`isles/plan/coding.py`) times the ranks of an island; `--encode-rate`, `--decode-rate` or
-  `--measure-coding` replace it. Coding and training are taken to have a core each.
+- Encoding and applying stop the training loop, decoding stops the link: what isles does now. How fast
+  that is depends on the hardware, so it is left out unless `--encode-rate`, `--decode-rate` (parameters a second of one
+  rank) or `--measure-coding` say it. Coding and training are then taken to have a core each.
 - The time of a step is yours to give, or measured (`--events`). Presets without a published one scale 1B's; their
   ranks per island follow from 6 operations a parameter and token at 400 TFLOP/s a rank.
 - Failures are independent and exponential. With `--on-loss restart` (what isles does) all islands go back to the
@@ -200,8 +200,7 @@ def _sizes_section() -> str:
             lines.append([model, variant.name, *shown])
     return (
         "## The two modes side by side\n\n"
-        "Gbit/s for 50 / 80 / 90 / 95 / 99 %, two islands, H = 100; `-`: no bandwidth is enough, since coding takes\n"
-        "its share.\n\n"
+        "Gbit/s for 50 / 80 / 90 / 95 / 99 %, two islands, H = 100, coding left out.\n\n"
         + _grid(["model", "method", "`--paper`", "honest"], lines)
         + "\n\nHonest figures are higher where values are fp32 instead of 16 bits, and where a whole fragment must be\n"
         "there before the step ends instead of a layer before it is used.\n"

@@ -19,7 +19,7 @@ import numpy as np
 
 from isles.core.schedule import Schedule
 from isles.plan.anatomy import backward_end
-from isles.plan.coding import Coding, typical
+from isles.plan.coding import Coding
 from isles.plan.exchange import GRADIENT_BYTES, Round, fragment_round, gradient_round
 from isles.plan.fleet import Island, longest_latency_seconds, slowest_bits_per_second
 from isles.plan.simulate import Array, Part, SteadyState, steady_state
@@ -59,7 +59,7 @@ def predict(
 ) -> Prediction:
     """The steady state of a method, or of data-parallel training (None), on a fleet.
 
-    `coding`: the speed of the codec; None: typical of it. `bits_per_second`: bandwidths to try instead of the links'.
+    `coding`: the codec's speed; None: it takes no time. `bits_per_second`: bandwidths to try instead of the links'.
 
     >>> from isles.plan.fleet import Link, alike
     >>> fleet = alike(2, 0.5, Link.symmetric(100e6))
@@ -109,7 +109,7 @@ def rounds_of(
     """When things are due, and what they cost."""
     if method is None:
         return Schedule(sync_every=1, offsets=(0,), lateness=0), buckets(workload, islands)
-    speed = coding or typical(method.codec)
+    speed = coding or Coding.free()
     sizes = fragment_sizes(workload, method)
     return Schedule.of(method, len(sizes)), [
         DueRound(

@@ -13,8 +13,8 @@ from isles.view import units
 
 MODES = {
     "honest": (
-        "Honest mode: exact payloads and headers of isles, TCP framing, real collectives, time to encode and decode,\n"
-        "whole fragments at step ends. (--paper follows the papers' conventions instead.)"
+        "Honest mode: exact payloads and headers of isles, TCP framing, real collectives, whole fragments.\n"
+        "(--paper follows the papers' conventions instead.)"
     ),
     "paper": (
         "The papers' conventions (--paper): layers are reduced one by one, 13.45 Gbit per 1e9 parameters in 16 bits,\n"
@@ -26,7 +26,7 @@ MODES = {
 def text(question: Question, rows: Sequence[Row], best: Recommendation, wanted: float, sync_every: int) -> str:
     """The whole answer, for reading."""
     parts = [
-        MODES["paper" if question.paper else "honest"],
+        MODES["paper" if question.paper else "honest"] + _coding_note(question),
         _situation(question, sync_every),
         _table([_HEADER, *([*_cells(row)] for row in rows)]),
         _memory_note(question),
@@ -37,6 +37,14 @@ def text(question: Question, rows: Sequence[Row], best: Recommendation, wanted: 
         _advice(best, wanted),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _coding_note(question: Question) -> str:
+    if question.paper:
+        return ""
+    if question.coding:
+        return "\nTime to encode and decode is counted."
+    return "\nEncoding and decoding are taken to keep up; --measure-coding counts the speed of this machine."
 
 
 def as_dict(
