@@ -6,8 +6,8 @@ import argparse
 import base64
 import hashlib
 import json
-import re
 import os
+import re
 import shutil
 import subprocess
 import tempfile
