@@ -159,27 +159,24 @@ class DiLoCo:
 
     def _apply(self, due: Due) -> None:
         fragment, state = self.fragments[due.fragment], self._states[due.fragment]
-        if self.method.update == "eager":
-            newest = state.rounds[due.round + self.method.delay_rounds]
-            self._outer_step(due, newest)
-        else:
-            self._outer_step(due)
+        fresh = state.rounds[due.round + self.method.delay_rounds] if self.method.update == "eager" else None
+        self._outer_step(due, fresh)
         alpha = self.method.mixing
         if alpha == 0:
             fragment.write(state.anchor)
-        elif alpha < 1:
-            fragment.write(
-                fragment.read().mul_(alpha).add_(state.anchor * (1 - alpha))
-            )  # theta = alpha*theta + (1-alpha)*anchor
+        elif alpha < 1:  # theta = alpha * theta + (1 - alpha) * anchor
+            fragment.write(fragment.read() * alpha + state.anchor * (1 - alpha))
 
-    def _outer_step(self, due: Due, newest: Sent | None = None) -> None:
-        """anchor = OuterOpt(anchor, Delta), Delta being the mean of a round or, for eager updates, its correction."""
+    def _outer_step(self, due: Due, fresh: Sent | None = None) -> None:
+        """anchor = OuterOpt(anchor, Delta), where Delta is the mean of the round that is due.
+
+        With eager updates, Delta = mean + share * own fresh contribution - share * own contribution in the mean.
+        """
         state = self._states[due.fragment]
-        sent = state.rounds.pop(due.round, None)
-        delta = self._wait(due, sent)
-        for own, sign in ((newest, 1.0), (sent, -1.0)):
-            if own is not None and own.share:
-                assert own.body is not None
+        stale = state.rounds.pop(due.round, None)
+        delta = self._wait(due, stale)
+        for own, sign in ((fresh, 1.0), (stale, -1.0)):
+            if own is not None and own.body is not None:
                 contribution = self._codec.decode(own.body.to(state.anchor.device), state.anchor.numel())
                 contribution.mul_(sign * own.share)
                 delta = contribution if delta is None else delta + contribution
