@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import threading
 import zlib
 from collections.abc import Iterable
@@ -102,7 +103,10 @@ class Checkpoints:
             raise ValueError(
                 f"the checkpoint {path} is damaged (checksum): remove the folder {path.parent.name} and resume"
             )
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            raise ValueError(f"{path} is not a checkpoint of isles: it holds something else than tensors") from error
         return state
 
 
