@@ -16,8 +16,9 @@ from torch import Tensor
 from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.core.replica import Replica
-from isles.wire.codecs import codecs, is_finite
+from isles.wire.codecs import codecs
 from isles.wire.message import checksum
+from isles.wire.packing import is_finite
 from isles.wire.world import MismatchError, Payload, World
 
 logger = logging.getLogger("isles")

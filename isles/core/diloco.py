@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,19 +35,19 @@ import torch
 from torch import Tensor, nn
 
 from isles.core import agreement
-from isles.core.fragments import Fragment, cut, trainable_parameters
+from isles.core.arguments import check_arguments, check_options, engaged
+from isles.core.fragments import Fragment, cut
 from isles.core.method import Method
 from isles.core.outer import OuterSGD
 from isles.core.replica import Replica
 from isles.core.schedule import Due, Schedule
 from isles.core.state import OuterState, Sent, check_saved, load_state, save_state
-from isles.core.stats import Event, Kind, Stats
-from isles.wire.codecs import codecs, is_finite
+from isles.core.stats import Counted, Event, Kind, Stats
+from isles.wire.codecs import codecs
+from isles.wire.packing import is_finite
 from isles.wire.world import Handle, Payload, World, default_world
 
 logger = logging.getLogger("isles")
-_engaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that have an open DiLoCo: with two of them every step would count twice."""
 
 
 class DiLoCo:
@@ -79,8 +78,8 @@ class DiLoCo:
         sync_initial: bool = False,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        _check_arguments(model, optimizer, method, weight)
-        _check_options(world, sync_initial, on_event)
+        check_arguments(model, optimizer, method, weight)
+        check_options(world, sync_initial, on_event)
         self.model, self.optimizer, self.method, self.weight = model, optimizer, method, float(weight)
         self.fragments = cut(model, method)
         self.schedule = Schedule.of(method, len(self.fragments))
@@ -91,7 +90,7 @@ class DiLoCo:
         codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
         self._codec = codec.contracting() if method.error_feedback else codec
         self._replica = Replica(model, optimizer, self.fragments)
-        self._link = _Counted(self.world, self.stats)
+        self._link = Counted(self.world, self.stats)
         self._total_weight = agreement.at_start(self._link, method, self.weight, self._replica, sync_initial)
         self._outer = OuterSGD.of(method)
         self._states = [self._new_state(fragment) for fragment in self.fragments]
@@ -99,7 +98,7 @@ class DiLoCo:
         self._showing_global = False
         self._closed = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
-        _engaged.add(optimizer)
+        engaged.add(optimizer)
 
     def _new_state(self, fragment: Fragment) -> OuterState:
         anchor = fragment.read()
@@ -287,7 +286,7 @@ class DiLoCo:
         """Takes the hook off the optimizer. Nothing in flight is waited for; `finish()` before it if that matters."""
         self._closed = True
         self._hook.remove()
-        _engaged.discard(self.optimizer)
+        engaged.discard(self.optimizer)
 
     # ---- checkpoints
 
@@ -325,59 +324,3 @@ class DiLoCo:
         for outer, saved in zip(self._states, state["fragments"], strict=True):
             load_state(outer, saved)
         self._resumed = True
-
-
-class _Counted:
-    """A world whose traffic is counted: outer gradients, and what islands exchange at the start and at the end."""
-
-    def __init__(self, world: World, stats: Stats) -> None:
-        self.world, self.stats = world, stats
-        self.gather = world.gather
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
-
-    def start(self, payload: Payload) -> Handle:
-        handle = self.world.start(payload)
-        self.stats.bytes_sent += handle.bytes_sent
-        self.stats.bytes_received += handle.bytes_received
-        return handle
-
-
-def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, weight: float) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if not isinstance(method, Method):
-        raise ValueError(f"method must be an isles.Method, such as isles.Method.streaming(), not {method!r}")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1e300:
-        raise ValueError(f"weight={weight!r} must be a number greater than 0: this island's say in the mean")
-    if optimizer in _engaged:
-        raise ValueError(
-            "this optimizer already has a DiLoCo: close() it, or leave its with block, before making another"
-        )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trained = trainable_parameters(model)
-    missing = [name for name, parameter in trained.items() if id(parameter) not in held]
-    if missing:
-        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ValueError(
-            f"the optimizer does not hold these trainable parameters of the model: {few}; "
-            "make it from this model's parameters, or freeze them"
-        )
-
-
-def _check_options(world: object, sync_initial: object, on_event: object) -> None:
-    parts = ("rank", "size", "start", "gather")
-    if world is not None and (isinstance(world, type) or not all(hasattr(world, part) for part in parts)):
-        raise ValueError(f"world={world!r} must be a world, such as isles.TorchWorld(), or None for the default one")
-    if not isinstance(sync_initial, bool):
-        raise ValueError(f"sync_initial={sync_initial!r} must be True or False")
-    if on_event is not None and not callable(on_event):
-        raise ValueError(f"on_event={on_event!r} must be a function that takes an isles.Event, or None")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.core.fragments import Fragment, clean_name, unwrap
-from isles.wire.codecs import is_finite
+from isles.wire.packing import is_finite
 
 
 class Replica:

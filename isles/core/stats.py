@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from isles.wire.world import Handle, Payload, World
+
 Kind = Literal["send", "apply", "nonfinite"]
 
 
@@ -47,3 +49,25 @@ class Event:
     num_bytes: int = 0
     seconds: float = 0.0
     """Time spent encoding (send) or waiting (apply)."""
+
+
+class Counted:
+    """A world whose traffic is counted: outer gradients, and what islands exchange at the start and at the end."""
+
+    def __init__(self, world: World, stats: Stats) -> None:
+        self.world, self.stats = world, stats
+        self.gather = world.gather
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    def start(self, payload: Payload) -> Handle:
+        handle = self.world.start(payload)
+        self.stats.bytes_sent += handle.bytes_sent
+        self.stats.bytes_received += handle.bytes_received
+        return handle

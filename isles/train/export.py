@@ -23,7 +23,7 @@ from isles.core.fragments import Fragment, trainable_parameters, unwrap
 from isles.train import setup
 from isles.train.checkpoint import Checkpoints
 from isles.train.model import Decoder, build_model
-from isles.train.tokens import load_tokenizer
+from isles.train.tokenizer import load_tokenizer
 
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
 

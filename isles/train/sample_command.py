@@ -9,7 +9,7 @@ from typing import Any
 from isles.train import setup
 from isles.train.export import TOKENIZER, load_run
 from isles.train.sample import generate
-from isles.train.tokens import load_tokenizer
+from isles.train.tokenizer import load_tokenizer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -24,15 +24,29 @@ any process, and a resumed run is the same run.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-MANTISSA_BITS = 23  # of fp32
+from isles.wire.packing import (
+    MANTISSA_BITS,
+    divide,
+    from_bytes,
+    hashed,
+    is_finite,
+    pack_nibbles,
+    read_scale,
+    round_at_random,
+    scale_of,
+    seeds_of,
+    to_bf16,
+    to_bytes,
+    uniform,
+    unpack_nibbles,
+)
+
 MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 value but its sign
 HALF_OF_SMALLEST = 127 - 7 << MANTISSA_BITS  # the bits of 2^-7, half of e3m0's smallest level
 
@@ -121,13 +135,13 @@ class FloatCodec(Codec):
     def pack(self, blocks: Tensor) -> Tensor:
         if self.dtype != torch.float32:
             if self.stochastic:
-                blocks = _round_at_random(blocks, self.dtype)
+                blocks = round_at_random(blocks, self.dtype)
             largest = torch.finfo(self.dtype).max
             blocks = blocks.clamp(-largest, largest)
-        return _bytes(blocks.to(self.dtype, copy=True))
+        return to_bytes(blocks.to(self.dtype, copy=True))
 
     def unpack(self, rows: Tensor) -> Tensor:
-        return _aligned(rows, self.dtype).float()
+        return from_bytes(rows, self.dtype).float()
 
 
 # ---- one scale per block
@@ -145,15 +159,15 @@ class Fp8Codec(Codec):
 
     def pack(self, blocks: Tensor) -> Tensor:
         largest = 448  # of e4m3
-        scale = _scale(blocks, largest, self.stochastic)
-        scaled = _divide(blocks, scale)
+        scale = scale_of(blocks, largest, self.stochastic)
+        scaled = divide(blocks, scale)
         if self.stochastic:
-            scaled = _round_at_random(scaled, torch.float8_e4m3fn)
+            scaled = round_at_random(scaled, torch.float8_e4m3fn)
         codes = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
-        return torch.cat([_bytes(scale), codes], dim=1)
+        return torch.cat([to_bytes(scale), codes], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        return rows[:, 2:].contiguous().view(torch.float8_e4m3fn).float() * _read_scale(rows)
+        return rows[:, 2:].contiguous().view(torch.float8_e4m3fn).float() * read_scale(rows)
 
 
 @dataclass(frozen=True)
@@ -171,18 +185,18 @@ class IntCodec(Codec):
         return 2 + self.block * self.bits // 8
 
     def pack(self, blocks: Tensor) -> Tensor:
-        scale = _scale(blocks, self.limit, self.stochastic)
-        scaled = _divide(blocks, scale)
-        whole = (scaled + _uniform(blocks)).floor() if self.stochastic else scaled.round()
+        scale = scale_of(blocks, self.limit, self.stochastic)
+        scaled = divide(blocks, scale)
+        whole = (scaled + uniform(blocks)).floor() if self.stochastic else scaled.round()
         codes = whole.clamp(-self.limit, self.limit).to(torch.int8).view(torch.uint8)
-        return torch.cat([_bytes(scale), codes if self.bits == 8 else _pack_nibbles(codes)], dim=1)
+        return torch.cat([to_bytes(scale), codes if self.bits == 8 else pack_nibbles(codes)], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
         codes = rows[:, 2:]
         if self.bits == 4:
-            codes = _unpack_nibbles(codes)
+            codes = unpack_nibbles(codes)
             codes = codes | (codes & 8) * 30  # extend the sign of 4 bits to 8
-        return codes.contiguous().view(torch.int8).float() * _read_scale(rows)
+        return codes.contiguous().view(torch.int8).float() * read_scale(rows)
 
 
 @dataclass(frozen=True)
@@ -198,11 +212,11 @@ class E3M0Codec(Codec):
         return 2 + self.block // 2
 
     def pack(self, blocks: Tensor) -> Tensor:
-        scale = _scale(blocks, 1, self.stochastic)
-        bits = _divide(blocks, scale).view(torch.int32)
+        scale = scale_of(blocks, 1, self.stochastic)
+        bits = divide(blocks, scale).view(torch.int32)
         magnitude = bits & MAGNITUDE
         if self.stochastic:
-            noise = _uniform(blocks)
+            noise = uniform(blocks)
             above = (magnitude + (noise * 2**MANTISSA_BITS).int() >> MANTISSA_BITS) - (127 - 7)
             smallest = 2.0**-6
             code = torch.where(
@@ -214,11 +228,11 @@ class E3M0Codec(Codec):
             code = (magnitude + (1 << MANTISSA_BITS - 1) >> MANTISSA_BITS) - (127 - 7)
             code = torch.maximum(code, (magnitude >= HALF_OF_SMALLEST).int())  # zero is as far away as it should be
         code = code.clamp(0, 7) | (bits < 0).int() << 3
-        return torch.cat([_bytes(scale), _pack_nibbles(code.to(torch.uint8))], dim=1)
+        return torch.cat([to_bytes(scale), pack_nibbles(code.to(torch.uint8))], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
         levels = torch.tensor([0.0] + [2.0 ** (code - 7) for code in range(1, 8)], device=rows.device)
-        return torch.cat([levels, -levels])[_unpack_nibbles(rows[:, 2:]).int()] * _read_scale(rows)
+        return torch.cat([levels, -levels])[unpack_nibbles(rows[:, 2:]).int()] * read_scale(rows)
 
 
 # ---- the papers' comparisons: most values are not sent at all
@@ -238,11 +252,11 @@ class TopKCodec(Codec):
 
     def pack(self, blocks: Tensor) -> Tensor:
         places = blocks.abs().topk(self.kept, dim=1).indices.sort(dim=1).values
-        return torch.cat([_to_bf16(blocks.gather(1, places), self.stochastic), _bytes(places.to(torch.int16))], dim=1)
+        return torch.cat([to_bf16(blocks.gather(1, places), self.stochastic), to_bytes(places.to(torch.int16))], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        values = _aligned(rows[:, : 2 * self.kept], torch.bfloat16).float()
-        places = _aligned(rows[:, 2 * self.kept :], torch.int16).long()
+        values = from_bytes(rows[:, : 2 * self.kept], torch.bfloat16).float()
+        places = from_bytes(rows[:, 2 * self.kept :], torch.int16).long()
         return values.new_zeros(rows.shape[0], self.block).scatter_(1, places.clamp(0, self.block - 1), values)
 
 
@@ -264,13 +278,13 @@ class RandomDropCodec(Codec):
         return 4 + 2 * self.kept
 
     def pack(self, blocks: Tensor) -> Tensor:
-        seeds = _seeds(blocks)
+        seeds = seeds_of(blocks)
         kept = blocks.gather(1, self._places(seeds)) * (self.block / self.kept if self.rescale else 1.0)
-        return torch.cat([_bytes(seeds.to(torch.int32)), _to_bf16(kept, self.stochastic)], dim=1)
+        return torch.cat([to_bytes(seeds.to(torch.int32)), to_bf16(kept, self.stochastic)], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        seeds = _aligned(rows[:, :4], torch.int32).long()
-        values = _aligned(rows[:, 4:], torch.bfloat16).float()
+        seeds = from_bytes(rows[:, :4], torch.int32).long()
+        values = from_bytes(rows[:, 4:], torch.bfloat16).float()
         return values.new_zeros(rows.shape[0], self.block).scatter_(1, self._places(seeds), values)
 
     def contracting(self) -> RandomDropCodec:
@@ -278,7 +292,7 @@ class RandomDropCodec(Codec):
 
     def _places(self, seeds: Tensor) -> Tensor:
         place = torch.arange(self.block, device=seeds.device)
-        order = _hash(seeds, self.block) // self.block * self.block + place  # no two alike, so the choice is unique
+        order = hashed(seeds, self.block) // self.block * self.block + place  # no two alike, so the choice is unique
         return order.topk(self.kept, dim=1, largest=False).indices.sort(dim=1).values
 
 
@@ -297,106 +311,3 @@ codecs: dict[str, Codec] = {
         RandomDropCodec("dare", 1024, kept=254, rescale=True),
     )
 }
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite. A sum is nearly free, and a finite one proves it; otherwise each is looked at."""
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
-
-
-# ---- scales
-
-
-def _scale(blocks: Tensor, limit: int, round_up: bool) -> Tensor:
-    """[rows, 1] bf16: the largest magnitude of each block over `limit`. Blocks of denormals count as zero.
-
-    Rounded to nearest, the largest value still gets the largest code, and what was decoded is encoded without loss.
-    Rounded up, as stochastic rounding needs it, no value is out of range, and so none is biased. Either way it stops
-    short of where `limit` times the scale would be infinite.
-    """
-    largest = blocks.abs().amax(dim=1, keepdim=True) / limit
-    largest = torch.where(largest < 2.0**-120, 0.0, largest)
-    if round_up:
-        largest = ((largest.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
-    return largest.clamp(max=_largest_scale(limit)).to(torch.bfloat16)
-
-
-@functools.cache
-def _largest_scale(limit: int) -> float:
-    """The largest bf16 number whose product with `limit` is finite in fp32."""
-    down = torch.tensor(torch.finfo(torch.float32).max / limit).view(torch.int32) >> 16 << 16
-    return float(down.view(torch.float32))
-
-
-def _divide(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Values in units of the scale. Where the scale is zero they are too small to matter, in any unit."""
-    return blocks / torch.where(scale > 0, scale.float(), 1.0)
-
-
-def _read_scale(rows: Tensor) -> Tensor:
-    return _aligned(rows[:, :2], torch.bfloat16).float()
-
-
-# ---- bytes
-
-
-def _bytes(table: Tensor) -> Tensor:
-    return table.contiguous().view(torch.uint8)
-
-
-def _aligned(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reads columns of bytes as another type, wherever in memory they start."""
-    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def _to_bf16(values: Tensor, stochastic: bool) -> Tensor:
-    largest = torch.finfo(torch.bfloat16).max
-    rounded = _round_at_random(values, torch.bfloat16) if stochastic else values
-    return _bytes(rounded.clamp(-largest, largest).to(torch.bfloat16))
-
-
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    """Two codes of 4 bits in a byte: the first half of a block in the low bits, the second half in the high ones."""
-    low, high = (codes & 15).chunk(2, dim=1)
-    return low | high << 4
-
-
-def _unpack_nibbles(packed: Tensor) -> Tensor:
-    return torch.cat([packed & 15, packed >> 4], dim=1)
-
-
-# ---- what looks random
-
-
-def _seeds(blocks: Tensor) -> Tensor:
-    """[rows, 1]: a seed per block from the bits of its values; a sum of integers, the same in any order."""
-    return blocks.contiguous().view(torch.int32).sum(dim=1, keepdim=True) & 0x7FFFFFFF
-
-
-def _hash(seeds: Tensor, columns: int) -> Tensor:
-    """[rows, columns] of integers from 0 to 2^31 - 1: a multiply-and-shift hash of (seed, column)."""
-    mixed = (seeds * 0x9E3779B1 + torch.arange(columns, device=seeds.device) * 0x85EBCA77) & 0xFFFFFFFF
-    for multiplier in (0x7FEB352D, 0x46A6CA6B):
-        mixed = ((mixed ^ mixed >> 16) * multiplier) & 0xFFFFFFFF
-    return (mixed ^ mixed >> 15) & 0x7FFFFFFF
-
-
-def _uniform(blocks: Tensor) -> Tensor:
-    """Numbers from 0 to below 1, one per value; equal values in different places get different ones."""
-    place = torch.arange(blocks.shape[0], device=blocks.device)[:, None]
-    return (_hash(_seeds(blocks) + place * 0x2545F491 & 0x7FFFFFFF, blocks.shape[1]) >> 7).float() / 2**24
-
-
-def _round_at_random(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds to what a float format can hold, up or down at random in proportion to what is cut off.
-
-    Down to the smallest normal number that is a matter of the mantissa; below it, steps have a fixed size.
-    """
-    info = torch.finfo(dtype)
-    noise = _uniform(values)
-    dropped = MANTISSA_BITS + round(math.log2(info.eps))
-    normal = ((values.view(torch.int32) + (noise * 2**dropped).int()) >> dropped << dropped).view(torch.float32)
-    step = info.smallest_normal * info.eps
-    if step < torch.finfo(torch.float32).smallest_normal:  # bf16 reaches as far down as fp32
-        return normal
-    return torch.where(values.abs() < info.smallest_normal, (values / step + noise).floor() * step, normal)

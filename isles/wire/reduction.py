@@ -23,8 +23,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isles.wire.codecs import Codec, is_finite
+from isles.wire.codecs import Codec
 from isles.wire.message import CHECKSUM, HEADER_BYTES
+from isles.wire.packing import is_finite
 from isles.wire.world import Payload
 
 Reduction = Literal["auto", "all-gather", "reduce-scatter"]

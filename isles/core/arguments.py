@@ -1,0 +1,50 @@
+"""What `DiLoCo` accepts, and what it says to anything else."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from isles.core.fragments import trainable_parameters
+from isles.core.method import Method
+
+engaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have an open DiLoCo: with two of them every step would count twice."""
+
+
+def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, weight: float) -> None:
+    """Raises ValueError, with what to do about it, unless these go together."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if not isinstance(method, Method):
+        raise ValueError(f"method must be an isles.Method, such as isles.Method.streaming(), not {method!r}")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1e300:
+        raise ValueError(f"weight={weight!r} must be a number greater than 0: this island's say in the mean")
+    if optimizer in engaged:
+        raise ValueError(
+            "this optimizer already has a DiLoCo: close() it, or leave its with block, before making another"
+        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = trainable_parameters(model)
+    missing = [name for name, parameter in trained.items() if id(parameter) not in held]
+    if missing:
+        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ValueError(
+            f"the optimizer does not hold these trainable parameters of the model: {few}; "
+            "make it from this model's parameters, or freeze them"
+        )
+
+
+def check_options(world: object, sync_initial: object, on_event: object) -> None:
+    """The same for what may be left out."""
+    parts = ("rank", "size", "start", "gather")
+    if world is not None and (isinstance(world, type) or not all(hasattr(world, part) for part in parts)):
+        raise ValueError(f"world={world!r} must be a world, such as isles.TorchWorld(), or None for the default one")
+    if not isinstance(sync_initial, bool):
+        raise ValueError(f"sync_initial={sync_initial!r} must be True or False")
+    if on_event is not None and not callable(on_event):
+        raise ValueError(f"on_event={on_event!r} must be a function that takes an isles.Event, or None")

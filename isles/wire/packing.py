@@ -1,0 +1,122 @@
+"""The small parts that codecs are made of: scales, bytes, and choices that look random and are not.
+
+All of them work on a table with one block of values per row.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+MANTISSA_BITS = 23
+"""Of fp32."""
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite. A sum is nearly free, and a finite one proves it; otherwise each is looked at."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+# ---- scales
+
+
+def scale_of(blocks: Tensor, limit: int, round_up: bool) -> Tensor:
+    """[rows, 1] bf16: the largest magnitude of each block over `limit`. Blocks of denormals count as zero.
+
+    Rounded to nearest, the largest value still gets the largest code, and what was decoded is encoded without loss.
+    Rounded up, as stochastic rounding needs it, no value is out of range, and so none is biased. Either way it stops
+    short of where `limit` times the scale would be infinite.
+    """
+    largest = blocks.abs().amax(dim=1, keepdim=True) / limit
+    largest = torch.where(largest < 2.0**-120, 0.0, largest)
+    if round_up:
+        largest = ((largest.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
+    return largest.clamp(max=_largest_scale(limit)).to(torch.bfloat16)
+
+
+@functools.cache
+def _largest_scale(limit: int) -> float:
+    """The largest bf16 number whose product with `limit` is finite in fp32."""
+    down = torch.tensor(torch.finfo(torch.float32).max / limit).view(torch.int32) >> 16 << 16
+    return float(down.view(torch.float32))
+
+
+def divide(blocks: Tensor, scale: Tensor) -> Tensor:
+    """Values in units of the scale. Where the scale is zero they are too small to matter, in any unit."""
+    return blocks / torch.where(scale > 0, scale.float(), 1.0)
+
+
+def read_scale(rows: Tensor) -> Tensor:
+    """[rows, 1] fp32: the scales that blocks begin with."""
+    return from_bytes(rows[:, :2], torch.bfloat16).float()
+
+
+# ---- bytes
+
+
+def to_bytes(table: Tensor) -> Tensor:
+    """The bytes of a table of any type, row by row."""
+    return table.contiguous().view(torch.uint8)
+
+
+def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reads columns of bytes as another type, wherever in memory they start."""
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def to_bf16(values: Tensor, stochastic: bool) -> Tensor:
+    """The bytes of values in bf16; what is beyond the largest finite one saturates."""
+    largest = torch.finfo(torch.bfloat16).max
+    rounded = round_at_random(values, torch.bfloat16) if stochastic else values
+    return to_bytes(rounded.clamp(-largest, largest).to(torch.bfloat16))
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Two codes of 4 bits in a byte: the first half of a block in the low bits, the second half in the high ones."""
+    low, high = (codes & 15).chunk(2, dim=1)
+    return low | high << 4
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The other way round: one code per byte."""
+    return torch.cat([packed & 15, packed >> 4], dim=1)
+
+
+# ---- what looks random
+
+
+def seeds_of(blocks: Tensor) -> Tensor:
+    """[rows, 1]: a seed per block from the bits of its values; a sum of integers, the same in any order."""
+    return blocks.contiguous().view(torch.int32).sum(dim=1, keepdim=True) & 0x7FFFFFFF
+
+
+def hashed(seeds: Tensor, columns: int) -> Tensor:
+    """[rows, columns] of integers from 0 to 2^31 - 1: a multiply-and-shift hash of (seed, column)."""
+    mixed = (seeds * 0x9E3779B1 + torch.arange(columns, device=seeds.device) * 0x85EBCA77) & 0xFFFFFFFF
+    for multiplier in (0x7FEB352D, 0x46A6CA6B):
+        mixed = ((mixed ^ mixed >> 16) * multiplier) & 0xFFFFFFFF
+    return (mixed ^ mixed >> 15) & 0x7FFFFFFF
+
+
+def uniform(blocks: Tensor) -> Tensor:
+    """Numbers from 0 to below 1, one per value; equal values in different places get different ones."""
+    place = torch.arange(blocks.shape[0], device=blocks.device)[:, None]
+    return (hashed(seeds_of(blocks) + place * 0x2545F491 & 0x7FFFFFFF, blocks.shape[1]) >> 7).float() / 2**24
+
+
+def round_at_random(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds to what a float format can hold, up or down at random in proportion to what is cut off.
+
+    Down to the smallest normal number that is a matter of the mantissa; below it, steps have a fixed size.
+    """
+    info = torch.finfo(dtype)
+    noise = uniform(values)
+    dropped = MANTISSA_BITS + round(math.log2(info.eps))
+    normal = ((values.view(torch.int32) + (noise * 2**dropped).int()) >> dropped << dropped).view(torch.float32)
+    step = info.smallest_normal * info.eps
+    if step < torch.finfo(torch.float32).smallest_normal:  # bf16 reaches as far down as fp32
+        return normal
+    return torch.where(values.abs() < info.smallest_normal, (values / step + noise).floor() * step, normal)
