@@ -17,8 +17,8 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf]'
 	touch $@
 
-DEMO := --islands 2 --model micro --vocabulary 1024 --steps 900 --batch-size 8 --sequence-length 128 \
-	--eval-every 150 --checkpoint-every 300 --overwrite
+DEMO := --islands 2 --model micro --vocabulary 1024 --steps 1500 --batch-size 8 --sequence-length 128 \
+	--eval-every 250 --checkpoint-every 500 --overwrite
 
 demo: install
 	$(BIN)/isles train --run runs/demo/streaming --method streaming --sync-every 30 $(DEMO)
