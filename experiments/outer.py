@@ -32,7 +32,7 @@ SETTINGS = {
 }
 
 
-def train(tokens: TokenSet, method: isles.Method | None) -> float:
+def train(tokens: TokenSet, method: isles.Method | None, factor: float) -> float:
     """Validation loss of the global model; data-parallel is one island with the batches of both."""
     islands = 1 if method is None else 2
 
@@ -45,7 +45,7 @@ def train(tokens: TokenSet, method: isles.Method | None) -> float:
 
         def steps() -> None:
             for step in range(STEPS):
-                optimizer.param_groups[0]["lr"] = CONFIG.learning_rate_at(step)
+                optimizer.param_groups[0]["lr"] = factor * CONFIG.learning_rate_at(step)
                 inputs, targets, segments = batches.at(step)
                 language_loss(model(inputs, segments), targets, z_loss=1e-4).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -66,11 +66,13 @@ def train(tokens: TokenSet, method: isles.Method | None) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     tokens = prepare("stdlib", vocabulary=1024)
-    base = 0.0
-    for name, method in SETTINGS.items():
-        loss = train(tokens, method)
-        base = base or loss
-        print(f"{name:<28} {loss:.4f}  {loss / base - 1:+.1%}", flush=True)
+    for factor in (1.0, 1 / 3):
+        print(f"inner learning rate {3e-3 * factor:g}")
+        base = 0.0
+        for name, method in SETTINGS.items():
+            loss = train(tokens, method, factor)
+            base = base or loss
+            print(f"{name:<28} {loss:.4f}  {loss / base - 1:+.1%}", flush=True)
 
 
 if __name__ == "__main__":
