@@ -41,9 +41,10 @@ def finish(process: subprocess.Popen[str]) -> dict:
 
 
 def events(folder: Path, kind: str) -> list[dict]:
+    """What is in the log by now; a last line that is still being written is not."""
     file = folder / "events.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    whole, _, _ = file.read_text().rpartition("\n") if file.exists() else ("", "", "")
+    return [event for event in map(json.loads, filter(None, whole.split("\n"))) if event["event"] == kind]
 
 
 def losses(folder: Path) -> dict[tuple[int, int], float]:
