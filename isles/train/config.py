@@ -32,6 +32,10 @@ class TrainConfig:
     """How islands synchronise; the fields of the method below can be set on top."""
     timeout_seconds: float = 600.0
     """How long another island may be silent before it counts as lost."""
+    reduction: Literal["auto", "all-gather", "reduce-scatter"] = "auto"
+    """How islands average: everybody gets everything, or each averages a piece, in fewer bytes beyond two islands
+    and with one more rounding (auto: all-gather up to four islands).
+    """
 
     model: str = "mini"
     """nano, micro, mini, small, 35M, 100M ... 4B, or hf:NAME, hf:FOLDER, hf:CONFIG.json for a Hugging Face

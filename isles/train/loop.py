@@ -116,7 +116,9 @@ class Trainer:
             return parallel
         world = self.place.world
         if self.place.ranks_per_island > 1:
-            world = isles.TorchWorld(self.place.mesh["island"], timeout=self.config.timeout_seconds)
+            world = isles.TorchWorld(
+                self.place.mesh["island"], timeout=self.config.timeout_seconds, reduction=self.config.reduction
+            )
         return Islands(self.model, self.optimizer, self.method, self.place, world, self.log)
 
     def _pass(self, model: nn.Module, batch: Batch) -> float:

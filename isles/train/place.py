@@ -76,7 +76,11 @@ def find_place(config: TrainConfig) -> Place:
         )
         shape = (world_size // ranks_per_island, ranks_per_island)
         mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("island", "rank"))
-    world = isles.TorchWorld(timeout=config.timeout_seconds) if mesh else isles.LocalWorld.alone()
+    world = (
+        isles.TorchWorld(timeout=config.timeout_seconds, reduction=config.reduction)
+        if mesh
+        else isles.LocalWorld.alone()
+    )
     return Place(rank, world_size, ranks_per_island, device, world, mesh)
 
 
