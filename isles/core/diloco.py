@@ -25,6 +25,7 @@ Inner optimizer state stays local.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -36,14 +37,16 @@ from torch import Tensor, nn
 
 from isles.core import agreement
 from isles.core.arguments import check_arguments, check_options, engaged
-from isles.core.fragments import Fragment, cut
+from isles.core.fragments import Fragment, cut, trainable_parameters
 from isles.core.method import Method
 from isles.core.outer import OuterSGD
 from isles.core.replica import Replica
 from isles.core.schedule import Due, Schedule
-from isles.core.state import OuterState, Sent, check_saved, load_state, save_state
+from isles.core.sharded import load_sharded, read_notes, rounds_in_flight, save_sharded
+from isles.core.state import ANOTHER_MODEL, OuterState, Sent, check_method, check_saved, load_state, save_state
 from isles.core.stats import Counted, Event, Kind, Stats
 from isles.wire.codecs import codecs
+from isles.wire.island import Island, reshard
 from isles.wire.packing import is_finite
 from isles.wire.world import Handle, Payload, World, default_world
 
@@ -81,7 +84,8 @@ class DiLoCo:
         check_arguments(model, optimizer, method, weight)
         check_options(world, sync_initial, on_event)
         self.model, self.optimizer, self.method, self.weight = model, optimizer, method, float(weight)
-        self.fragments = cut(model, method)
+        self._island = Island.of(model, trainable_parameters(model).items())
+        self.fragments = cut(model, method, self._island)
         self.schedule = Schedule.of(method, len(self.fragments))
         self.world = default_world() if world is None else world
         self.step_count = 0
@@ -89,7 +93,7 @@ class DiLoCo:
         self._on_event = on_event
         codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
         self._codec = codec.contracting() if method.error_feedback else codec
-        self._replica = Replica(model, optimizer, self.fragments)
+        self._replica = Replica(model, optimizer, self.fragments, self._island)
         self._link = Counted(self.world, self.stats)
         self._total_weight = agreement.at_start(self._link, method, self.weight, self._replica, sync_initial)
         self._outer = OuterSGD.of(method)
@@ -116,10 +120,10 @@ class DiLoCo:
         self._check_resumed()
         self.step_count += 1
         for due in self.schedule.sends(self.step_count):
-            if self.fragments[due.fragment].numel:
+            if not self.fragments[due.fragment].is_empty:
                 self._send(due)
         for due in self.schedule.applies(self.step_count):
-            if self.fragments[due.fragment].numel:
+            if not self.fragments[due.fragment].is_empty:
                 self._apply(due)
 
     def _check_resumed(self) -> None:
@@ -137,7 +141,7 @@ class DiLoCo:
         delta = state.anchor - fragment.read()  # Delta_m = anchor - theta_m
         if state.residual is not None:
             delta += state.residual
-        if not is_finite(delta):
+        if self._is_astray(delta):
             self._recover(due)
             if state.residual is not None:
                 state.residual.zero_()
@@ -153,7 +157,8 @@ class DiLoCo:
         body = body.cpu()
         handle = self._link.start(Payload(due.fragment, due.round, self._codec, fragment.numel, weight, body))
         eager = self.method.update == "eager"
-        state.rounds[due.round] = Sent(handle, body if eager else None, weight / self._total_weight if eager else 0.0)
+        share = weight / self._total_weight if eager else 0.0
+        state.rounds[due.round] = Sent(handle, self._codec, body if eager else None, share)
         self._count_send(due, handle, body.numel(), fragment.numel, time.perf_counter() - begin)
 
     def _apply(self, due: Due) -> None:
@@ -176,7 +181,7 @@ class DiLoCo:
         delta = self._wait(due, stale)
         for own, sign in ((fresh, 1.0), (stale, -1.0)):
             if own is not None and own.body is not None:
-                contribution = self._codec.decode(own.body.to(state.anchor.device), state.anchor.numel())
+                contribution = own.codec.decode(own.body.to(state.anchor.device), state.anchor.numel())
                 contribution.mul_(sign * own.share)
                 delta = contribution if delta is None else delta + contribution
         if delta is not None:
@@ -211,10 +216,14 @@ class DiLoCo:
             self.step_count,
         )
         for index, (fragment, state) in enumerate(zip(self.fragments, self._states, strict=True)):
-            if index == due.fragment or not is_finite(fragment.read()):
+            if index == due.fragment or self._is_astray(fragment.read()):
                 fragment.write(state.anchor)
                 state.void = True
         self._replica.heal_optimizer()
+
+    def _is_astray(self, values: Tensor) -> bool:
+        """Whether there is a value, on any rank of the island, that is not finite."""
+        return self._island.any([not is_finite(values)])[0]
 
     def _count_send(self, due: Due, handle: Handle, num_bytes: int, numel: int, seconds: float) -> None:
         self.stats.sends += 1
@@ -243,12 +252,14 @@ class DiLoCo:
             yield self.model
         finally:
             self._showing_global = False
+            reshard(self.model)
             with torch.no_grad():
                 for fragment, snapshot in zip(self.fragments, own, strict=True):
                     fragment.restore(snapshot)
 
     @torch.no_grad()
     def _show(self, vectors: list[Tensor]) -> None:
+        reshard(self.model)
         for fragment, vector in zip(self.fragments, vectors, strict=True):
             fragment.write(vector)
 
@@ -290,37 +301,90 @@ class DiLoCo:
 
     # ---- checkpoints
 
-    def state_dict(self, *, replica: bool = True) -> dict[str, Any]:
+    def state_dict(self, *, replica: bool = True, sharded: bool = False) -> dict[str, Any]:
         """Everything, so that a resumed run is the same run: outer state, rounds in flight, and the replica.
 
         Rounds in flight are waited for. The replica is the island's own parameters, buffers and inner optimizer;
         `replica=False` leaves it out for those who save model and optimizer themselves. Tensors are copies. It loads
-        with torch.load(weights_only=True).
+        with torch.load(weights_only=True). In an island of several ranks each has its own; `sharded=True` gives all of
+        them together one state for torch.distributed.checkpoint, which fits any number of ranks (`isles.core.sharded`).
         """
         if replica and self._showing_global:
             raise RuntimeError(
                 "state_dict() inside global_model(): the model holds the global weights there, save outside"
             )
-        state = {
+        about = {
             "version": 1,
             "island": self.world.rank,
             "method": self.method.as_dict(),
             "step": self.step_count,
             "total_weight": self._total_weight,
+        }
+        if sharded:
+            return self._sharded_state(about, replica)
+        state = {
+            **about,
             "stats": dataclasses.asdict(self.stats),
             "fragments": [save_state(f, s) for f, s in zip(self.fragments, self._states, strict=True)],
         }
         return {**state, "replica": self._replica.state_dict()} if replica else state
 
+    def _sharded_state(self, about: dict[str, Any], replica: bool) -> dict[str, Any]:
+        places = rounds_in_flight(self.method)
+        parts = [save_sharded(f, s, places) for f, s in zip(self.fragments, self._states, strict=True)]
+        stats = dataclasses.asdict(self.stats)
+        notes = {
+            **about,
+            "stats": dict(zip(stats, self._island.sum(list(stats.values())), strict=True)),
+            "fragments": [{"names": f.names, **note} for f, (_, note) in zip(self.fragments, parts, strict=True)],
+        }
+        state: dict[str, Any] = {"notes": json.dumps(notes)}
+        state["fragments"] = {str(index): tensors for index, (tensors, _) in enumerate(parts)}
+        if replica:
+            with self._unhooked():
+                state["replica"] = self._replica.sharded_state_dict()
+        return state
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state_dict()` was taken. Every island loads its own, of the same step."""
+        if isinstance(state, dict) and "notes" in state:
+            return self._load_sharded_state(state)
         check_saved(state, self.method, self.fragments, self.world.rank)
         if "replica" in state:
             self._replica.load_state_dict(state["replica"])
-        self.step_count = state["step"]
-        self.stats = self._link.stats = Stats(**state["stats"])
-        self._total_weight = state["total_weight"]
         for outer, saved in zip(self._states, state["fragments"], strict=True):
             load_state(outer, saved)
+        self._go_on_from(state, state["stats"])
+
+    def _load_sharded_state(self, state: dict[str, Any]) -> None:
+        notes = read_notes(state)
+        check_method(notes, self.method, self.world.rank)
+        if [note["names"] for note in notes["fragments"]] != [fragment.names for fragment in self.fragments]:
+            raise ValueError(ANOTHER_MODEL)
+        if "replica" in state:
+            reshard(self.model)
+            with self._unhooked():
+                self._replica.load_sharded_state_dict(state["replica"])
+        for index, (fragment, outer) in enumerate(zip(self.fragments, self._states, strict=True)):
+            load_sharded(fragment, outer, state["fragments"][str(index)], notes["fragments"][index])
+        # Each rank goes on with its part of what the island has sent.
+        stats = {name: value / self._island.size for name, value in notes["stats"].items()}
+        self._go_on_from(
+            notes, {name: value if name == "wait_seconds" else int(value) for name, value in stats.items()}
+        )
+
+    def _go_on_from(self, saved: dict[str, Any], stats: dict[str, Any]) -> None:
+        self.step_count = saved["step"]
+        self._total_weight = saved["total_weight"]
+        self.stats = self._link.stats = Stats(**stats)
         self._resumed = True
+
+    @contextmanager
+    def _unhooked(self) -> Iterator[None]:
+        """An optimizer that has no state yet is made to have one by a step that changes nothing, and does not count."""
+        self._hook.remove()
+        try:
+            yield
+        finally:
+            self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())

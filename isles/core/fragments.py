@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.core.method import Method
+from isles.wire.island import SOLE, Copies, Island, local
 
 logger = logging.getLogger("isles")
 
@@ -33,31 +34,59 @@ WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 
 
 class Fragment:
-    """Some parameters of a model as one flat vector."""
+    """Some parameters of a model as one flat vector: what this rank answers for of them (see `isles.wire.island`)."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], island: Island | None = None) -> None:
         pairs = list(named_parameters)
         self.names = [name for name, _ in pairs]
         self.parameters = [parameter for _, parameter in pairs]
-        self.numel = sum(tensor.numel() for tensor in self.tensors())
+        holdings: dict[Copies, list[int]] = defaultdict(list)
+        for index, name in enumerate(self.names):
+            holdings[island.copies(name) if island else SOLE].append(index)
+        self._holdings = list(holdings.items())
+        """Who holds which parameters: ranks, and places in the lists above."""
+        sizes = [tensor.numel() for tensor in self.tensors()]
+        self.numel = sum(copies.part_numel(sum(sizes[i] for i in places)) for copies, places in self._holdings)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it on any rank; on this one alone there may be nothing all the same."""
+        return not any(parameter.numel() for parameter in self.parameters)
 
     def tensors(self) -> list[Tensor]:
         """The storage of the parameters on this rank, writable, outside autograd."""
         return [local(parameter) for parameter in self.parameters]
 
-    def read(self) -> Tensor:
-        """The island's weights now: a new flat fp32 tensor that shares no memory with the model."""
-        parts = [tensor.reshape(-1).float() for tensor in self.tensors()]
+    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This rank's part of tensors like the parameters: a new flat fp32 vector that shares no memory with them."""
+        parts = []
+        for copies, places in self._holdings:
+            flat = [tensors[place].reshape(-1).float() for place in places]
+            parts += flat if copies.size == 1 else [copies.part(torch.cat(flat))]
         return torch.cat(parts) if parts else torch.zeros(0)
+
+    def unflatten(self, flat: Tensor) -> list[Tensor]:
+        """The reverse: tensors like the parameters. Where ranks of the island hold copies, all of them call this."""
+        shapes = [tensor.shape for tensor in self.tensors()]
+        result: dict[int, Tensor] = {}
+        start = 0
+        for copies, places in self._holdings:
+            sizes = [shapes[place].numel() for place in places]
+            stop = start + copies.part_numel(sum(sizes))
+            whole = copies.whole(flat[start:stop], sum(sizes))
+            for place, values in zip(places, whole.split(sizes), strict=True):
+                result[place] = values.view(shapes[place])
+            start = stop
+        return [result[place] for place in range(len(shapes))]
+
+    def read(self) -> Tensor:
+        """The island's weights now."""
+        return self.flatten(self.tensors())
 
     def write(self, flat: Tensor) -> None:
         """Sets the model's parameters, each in its own precision, from a flat fp32 vector."""
-        tensors = self.tensors()
-        if tensors:
-            parts = flat.split([tensor.numel() for tensor in tensors])
-            torch._foreach_copy_(
-                tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-            )
+        if self.names:
+            torch._foreach_copy_(self.tensors(), self.unflatten(flat))
 
     def snapshot(self) -> list[Tensor]:
         """Copies of the parameters as they are, in their own precision."""
@@ -69,14 +98,8 @@ class Fragment:
             torch._foreach_copy_(self.tensors(), snapshot)
 
 
-def local(parameter: Tensor) -> Tensor:
-    """The part of a parameter that lives on this rank: the shard of a DTensor, or the parameter itself."""
-    tensor = parameter.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
-
-
-def cut(model: nn.Module, method: Method) -> list[Fragment]:
-    """The fragments of a model under a method.
+def cut(model: nn.Module, method: Method, island: Island | None = None) -> list[Fragment]:
+    """The fragments of a model under a method, on one rank of an island.
 
     >>> layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
     >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "layers": layers})
@@ -95,7 +118,7 @@ def cut(model: nn.Module, method: Method) -> list[Fragment]:
     complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
     if complex_ones:
         raise ValueError(f"{_some(complex_ones)}: complex parameters are not supported; store real and imaginary part")
-    fragments = [Fragment((name, parameters[name]) for name in names) for names in groups]
+    fragments = [Fragment(((name, parameters[name]) for name in names), island) for names in groups]
     empty = sum(not fragment.names for fragment in fragments)
     if empty:
         logger.warning(

@@ -8,23 +8,30 @@ island.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isles.core.fragments import Fragment, clean_name, unwrap
+from isles.wire.island import Island, local
 from isles.wire.packing import is_finite
 
 
 class Replica:
     """The model and the inner optimizer of one island."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, fragments: list[Fragment]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, fragments: list[Fragment], island: Island
+    ) -> None:
         self.optimizer = optimizer
         self.fragments = fragments
-        self.frozen = Fragment((clean_name(n), p) for n, p in unwrap(model).named_parameters() if not p.requires_grad)
+        self.frozen = Fragment(
+            ((clean_name(n), p) for n, p in unwrap(model).named_parameters() if not p.requires_grad), island
+        )
         self._model = unwrap(model)
+        self._island = island
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint of the model holds; those that a model computes for itself (masks,
@@ -40,12 +47,14 @@ class Replica:
         All of a parameter's state, not only the entries that are not finite: without its second moment, what is left of
         the first would make an enormous step.
         """
-        for state in self.optimizer.state.values():
-            moments = [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
-            if not all(is_finite(moment) for moment in moments):
-                for moment in moments:
-                    if moment.dim() > 0:  # a count of steps stays
-                        moment.zero_()
+        moments_of = [
+            [local(value) for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
+            for state in self.optimizer.state.values()
+        ]
+        astray = self._island.any([not all(map(is_finite, moments)) for moments in moments_of])
+        for moment in itertools.chain.from_iterable(itertools.compress(moments_of, astray)):
+            if moment.dim() > 0:  # a count of steps stays
+                moment.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         parameters = {
@@ -66,6 +75,23 @@ class Replica:
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         for name, tensor in own.items():
             tensor.copy_(saved[name])
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same for torch.distributed.checkpoint: whole parameters, or their shards as DTensors."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self._model, self.optimizer)
+        return {"model": copy.deepcopy(model), "optimizer": copy.deepcopy(optimizer)}
+
+    def load_sharded_state_dict(self, state: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(
+            self._model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         parameters = {n: t for part in self.fragments for n, t in zip(part.names, part.tensors(), strict=True)}

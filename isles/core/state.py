@@ -15,7 +15,10 @@ from torch import Tensor
 
 from isles.core.fragments import Fragment
 from isles.core.method import Method
+from isles.wire.codecs import Codec, codecs
 from isles.wire.world import Arrived, Handle, Mean
+
+ANOTHER_MODEL = "the checkpoint is of another model: its parameters have other names or sizes"
 
 
 @dataclass
@@ -23,8 +26,9 @@ class Sent:
     """A round that this island has sent and not yet used up."""
 
     handle: Handle
+    codec: Codec
     body: Tensor | None
-    """Eager: the own outer gradient as it went over the wire."""
+    """Eager: the own outer gradient, encoded, as it went over the wire."""
     share: float
     """Eager: which part of `body` the island has added to its anchor ahead of the mean."""
 
@@ -52,6 +56,7 @@ def save_state(fragment: Fragment, state: OuterState) -> dict[str, Any]:
             {
                 "round": number,
                 "share": sent.share,
+                "codec": sent.codec.name,
                 "body": sent.body,
                 "mean": mean.values,
                 "weights": dict(mean.weights),
@@ -70,7 +75,10 @@ def load_state(state: OuterState, saved: dict[str, Any]) -> None:
     state.void = saved["void"]
     state.rounds = {
         flight["round"]: Sent(
-            Arrived(Mean(flight["mean"].clone(), dict(flight["weights"]))), flight["body"], flight["share"]
+            Arrived(Mean(flight["mean"].clone(), dict(flight["weights"]))),
+            codecs[flight["codec"]],
+            flight["body"],
+            flight["share"],
         )
         for flight in saved["rounds"]
     }
@@ -81,6 +89,14 @@ def check_saved(state: dict[str, Any], method: Method, fragments: list[Fragment]
     wanted = {"version", "island", "method", "step", "total_weight", "stats", "fragments"}
     if not isinstance(state, dict) or not wanted <= state.keys() or state["version"] != 1:
         raise ValueError("this is not a state of isles.DiLoCo (version 1)")
+    check_method(state, method, rank)
+    saved = [(fragment["names"], fragment["anchor"].numel()) for fragment in state["fragments"]]
+    if saved != [(fragment.names, fragment.numel) for fragment in fragments]:
+        raise ValueError(ANOTHER_MODEL)
+
+
+def check_method(state: dict[str, Any], method: Method, rank: int) -> None:
+    """Raises unless the state is of this method and, where islands differ, of this island."""
     mine, theirs = method.as_dict(), state["method"]
     different = [
         f"{name}={theirs.get(name)!r} there, {mine[name]!r} here" for name in mine if theirs.get(name) != mine[name]
@@ -89,9 +105,6 @@ def check_saved(state: dict[str, Any], method: Method, fragments: list[Fragment]
         raise ValueError(
             f"the checkpoint was made with another method ({'; '.join(different)}): resume with the same one"
         )
-    saved = [(fragment["names"], fragment["anchor"].numel()) for fragment in state["fragments"]]
-    if saved != [(fragment.names, fragment.numel) for fragment in fragments]:
-        raise ValueError("the checkpoint is of another model: its parameters have other names or sizes")
     if method.update == "eager" and state["island"] != rank:
         whose = f"the checkpoint is of island {state['island']}, this is island {rank}"
         raise ValueError(f"{whose}: with eager updates each loads its own")
