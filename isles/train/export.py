@@ -23,6 +23,7 @@ from isles.core.fragments import Fragment, trainable_parameters, unwrap
 from isles.train import setup
 from isles.train.checkpoint import Checkpoints
 from isles.train.model import Decoder, build_model
+from isles.train.shards import ShardedCheckpoints
 from isles.train.tokenizer import load_tokenizer
 
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
@@ -78,9 +79,13 @@ def load_run(folder: Path) -> tuple[nn.Module, int]:
         _put(model, load_file(folder / WEIGHTS))
         return model, config.steps
     checkpoints = Checkpoints(folder / "checkpoints", 0, keep=1)
-    steps = checkpoints.steps()
+    sharded = ShardedCheckpoints(checkpoints.folder, 0, keep=1)
+    steps = sorted([*checkpoints.steps(), *sharded.steps()])
     if not steps:
         raise ValueError(f"{folder} holds no checkpoint: nothing to export yet")
+    if steps[-1] in sharded.steps():
+        _put(model, sharded.global_model(steps[-1]))
+        return model, steps[-1]
     state = checkpoints.load(steps[-1])["state"]
     if "fragments" not in state:
         model.load_state_dict(state["model"])

@@ -8,7 +8,6 @@ What happens is written to the event log and nowhere else; whoever wants to see 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.core.fragments import unwrap
-from isles.train import evals, export, sample
+from isles.train import evals, export, sample, shards
 from isles.train.batches import Batch, Batches, validation_batches
 from isles.train.checkpoint import Checkpoints, newest_common
 from isles.train.config import TrainConfig
@@ -31,6 +30,7 @@ from isles.train.data import prepare_data
 from isles.train.launch import STOP_FILE
 from isles.train.model import Decoder, build_model, language_loss
 from isles.train.place import Place
+from isles.train.shards import ShardedCheckpoints
 from isles.train.synchronise import Cost, DataParallel, Islands, Synchroniser
 from isles.view.events import EventLog
 
@@ -77,13 +77,24 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, self.tokens.vocabulary).to(place.device)
+        self.in_shards = method is not None and place.ranks_per_island > 1 and config.inside == "fsdp"
+        if self.in_shards:
+            shards.shard(self.model, place.mesh["rank"])
         decay = 1 / config.steps if config.weight_decay is None else config.weight_decay
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2), weight_decay=decay
         )
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", place.rank, config.keep_checkpoints)
+        keep, kept_in = config.keep_checkpoints, self.folder / "checkpoints"
+        self.checkpoints = Checkpoints(kept_in, place.rank, keep)
+        group = place.mesh["rank"].get_group() if place.ranks_per_island > 1 else None
+        self.sharded_checkpoints = ShardedCheckpoints(kept_in, place.island, keep, group)
         self.totals = Totals()
         self.tokens_per_step = config.batch_size * config.accumulate * config.sequence_length * place.world_size
+
+    @property
+    def together(self) -> bool:
+        """Whether the ranks of an island save their state together."""
+        return self.method is not None and self.place.ranks_per_island > 1
 
     # ---- the run
 
@@ -146,9 +157,9 @@ class Trainer:
             self._log_eval(done, found)
         stopping = stop_step(self.folder) == done
         if stopping or (config.checkpoint_every and done % config.checkpoint_every == 0):
-            self.checkpoints.save(
-                done, {"config": config.as_dict(), "totals": asdict(self.totals), "state": synchroniser.state_dict()}
-            )
+            about = {"config": config.as_dict(), "totals": asdict(self.totals), "ranks": self.place.ranks_per_island}
+            checkpoints = self.sharded_checkpoints if self.together else self.checkpoints
+            checkpoints.save(done, {**about, "state": synchroniser.state_dict(self.together)})
             self._write("checkpoint", step=done, path=str(self.checkpoints.path(done).parent))
         if stopping:
             self.checkpoints.wait()
@@ -158,12 +169,20 @@ class Trainer:
         """Loads the newest checkpoint that all ranks hold; returns the step to go on from."""
         if not self.config.resume:
             return 0
-        step = newest_common(
-            json.loads(note) for note in self.place.world.gather(json.dumps(self.checkpoints.steps()).encode())
-        )
+        alone = [] if self.together else self.checkpoints.steps()
+        held = [*alone, *self.sharded_checkpoints.steps()]
+        step = newest_common(json.loads(note) for note in self.place.world.gather(json.dumps(held).encode()))
         if step is None:
+            if self.together and self.checkpoints.steps():
+                raise ValueError(
+                    "the checkpoints were made by islands of one rank each: resume with --ranks-per-island 1"
+                )
             return 0
-        saved = self.checkpoints.load(step)
+        if step in self.sharded_checkpoints.steps():
+            saved = {**self.sharded_checkpoints.about(step), "state": synchroniser.state_dict(sharded=True)}
+            self.sharded_checkpoints.load(step, saved["state"])
+        else:
+            saved = self.checkpoints.load(step)
         now, then = self.config.as_dict(), saved["config"]
         same = (
             "model",
@@ -171,7 +190,6 @@ class Trainer:
             "tokenizer",
             "vocabulary",
             "sequence_length",
-            "batch_size",
             "accumulate",
             "seed",
             "method",
@@ -182,7 +200,15 @@ class Trainer:
                 raise ValueError(
                     f"the checkpoint was made with {flag} {then.get(name)}, not {now[name]}: resume with the same"
                 )
+        ranks, ranks_then = self.place.ranks_per_island, saved.get("ranks", 1)
+        if now["batch_size"] * ranks != then["batch_size"] * ranks_then:
+            wanted = then["batch_size"] * ranks_then / ranks
+            raise ValueError(
+                f"the checkpoint was made with --batch-size {then['batch_size']} on each of {ranks_then} ranks of an "
+                f"island: resume with as many sequences per island, --batch-size {wanted:g} on each of {ranks}"
+            )
         self.totals = Totals(**saved["totals"])
+        self.totals.bytes_sent = self.totals.bytes_sent * ranks_then // ranks
         synchroniser.load_state_dict(saved["state"])
         return step
 
@@ -193,7 +219,7 @@ class Trainer:
         tokens, config, place = self.tokens, self.config, self.place
         batches = validation_batches(tokens, config.batch_size, config.sequence_length, max_tokens=most)
         with self._autocast():
-            own = evals.total_nats(model, itertools.islice(batches, place.rank, None, place.world_size))
+            own = evals.total_nats(model, shards.share_out(batches, place.rank, place.world_size))
         sums = [json.loads(note) for note in place.world.gather(json.dumps(own).encode())]
         nats, count = (sum(part) for part in zip(*sums, strict=True))
         return evals.quality(nats, count, tokens.validation_bytes * batches.share)
@@ -207,6 +233,10 @@ class Trainer:
     def _finish(self, found: dict[str, float]) -> dict[str, Any]:
         """Multiple-choice sets, a sample, and the summary of the run."""
         config, place = self.config, self.place
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        if self.in_shards and place.island == 0:
+            whole = shards.whole_model(self.model, lambda: build_model(config.model, self.tokens.vocabulary))
+            self.model = self.model if whole is None else whole
         more: dict[str, Any] = {}
         if place.rank == 0:
             for file in filter(None, config.evals.split(",")):
@@ -229,7 +259,7 @@ class Trainer:
             "steps": config.steps,
             "tokens": tokens,
             "islands": place.islands,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameters": parameters,
             "bytes_sent": sum(part["bytes_sent"] for part in totals),
             "peak_bytes_per_step": sum(part["peak_bytes_per_step"] for part in totals),
             "compute_utilization": 1 - sum(part["engine_seconds"] for part in totals) / seconds if seconds else 1.0,

@@ -3,8 +3,8 @@
 The loop needs little of either: a model to run, what a step has cost, the global model for evaluation, the
 state for a checkpoint.
 
-    Islands        isles.DiLoCo on an isles.TorchWorld; inside an island of several ranks the model is data-parallel,
-                   and each rank exchanges with its peers in the other islands
+    Islands        isles.DiLoCo on an isles.TorchWorld; inside an island of several ranks the model is sharded or
+                   copied, and each rank exchanges its part with its peers in the other islands
     DataParallel   torch's DistributedDataParallel over all ranks; it sends what a ring all-reduce of the gradients
                    sends, and waits as long as a pass takes longer than one without synchronisation, which is
                    measured at the start
@@ -28,6 +28,7 @@ import isles
 from isles.core.fragments import find_layers
 from isles.train.place import Place
 from isles.view.events import EventLog
+from isles.wire.island import is_sharded
 
 
 @dataclass
@@ -54,7 +55,10 @@ class Synchroniser(Protocol):
         ...
 
     def global_model(self) -> AbstractContextManager[nn.Module]: ...
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self, sharded: bool = False) -> dict[str, Any]:
+        """Everything; `sharded` is the form that the ranks of an island save together."""
+        ...
+
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def describe(self) -> dict[str, Any]:
         """What of it belongs into the event log: parameters, layers, fragments."""
@@ -74,7 +78,7 @@ class Islands:
         log: EventLog,
     ) -> None:
         self._plain = self.model = model
-        if place.ranks_per_island > 1:
+        if place.ranks_per_island > 1 and not is_sharded(model):
             self.model = DistributedDataParallel(model, process_group=place.mesh["rank"].get_group())
         self._log, self._place = log, place
         self._cost = Cost()
@@ -111,8 +115,8 @@ class Islands:
     def global_model(self) -> AbstractContextManager[nn.Module]:
         return self.diloco.global_model()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.diloco.state_dict()
+    def state_dict(self, sharded: bool = False) -> dict[str, Any]:
+        return self.diloco.state_dict(sharded=sharded)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.diloco.load_state_dict(state)
@@ -122,7 +126,8 @@ class Islands:
         fragments = []
         for fragment in self.diloco.fragments:
             inside = [str(number) for number, layer in enumerate(layers) if set(layer) & set(fragment.names)]
-            fragments.append({"numel": fragment.numel, "layers": ",".join(inside) or "outside the layers"})
+            numel = sum(parameter.numel() for parameter in fragment.parameters)
+            fragments.append({"numel": numel, "layers": ",".join(inside) or "outside the layers"})
         return {**_size_of(self._plain), "fragments": fragments}
 
 
@@ -163,7 +168,7 @@ class DataParallel:
     def global_model(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self._plain)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, sharded: bool = False) -> dict[str, Any]:
         return copy.deepcopy({"model": self._plain.state_dict(), "optimizer": self._optimizer.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -134,6 +134,11 @@ def like(parameter: Tensor, values: Tensor) -> Tensor:
     )
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some of the model's parameters are shards."""
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
+
+
 def reshard(model: nn.Module) -> None:
     """Lets FSDP2 forget gathered parameters: it would go on using them after the shards were changed."""
     for module in model.modules():
