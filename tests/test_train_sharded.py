@@ -11,8 +11,9 @@ from isles.train import export
 from isles.view import events
 
 LIMIT_SECONDS = 150
-FLAGS = "--method streaming --sync-every 4 --model nano --data synthetic --tokenizer bytes --sequence-length 32".split()
-FLAGS += "--steps 12 --eval-every 6 --eval-tokens 600 --sample-tokens 8 --warmup-steps 2 --json".split()
+FLAGS = ["--method", "streaming", "--sync-every", "4", "--model", "nano", "--data", "synthetic", "--steps", "12"]
+FLAGS += ["--tokenizer", "bytes", "--sequence-length", "32", "--warmup-steps", "2", "--sample-tokens", "8"]
+FLAGS += ["--eval-every", "6", "--eval-tokens", "600", "--json"]
 
 
 @pytest.fixture(scope="module")
