@@ -18,7 +18,7 @@ from isles import codecs
 torch.set_num_threads(1)
 SPARSE = ("topk", "random-drop", "dare")
 DENSE = tuple(name for name in codecs if name not in SPARSE)
-LIMITS = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "e3m0": 1.0}
+LIMITS = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "int2": 1.0, "e3m0": 1.0}
 BF16_MAX = torch.finfo(torch.bfloat16).max
 
 every_codec = pytest.mark.parametrize("name", codecs)
@@ -60,6 +60,7 @@ def tolerance(name, stochastic, values):
         "fp8": steps * (size * 2**-4 + scale * 2**-10),
         "int8": steps * scale / 2,
         "int4": steps * scale / 2,
+        "int2": scale if stochastic else size,  # the nearest of -s, 0 and s never overshoots
         "e3m0": torch.maximum(size if stochastic else size / 3, steps * scale * 2**-7),
     }[name]
     zeroed = torch.where(largest < LIMITS[name] * 2.0**-119, largest, 0.0)  # such blocks count as zero
@@ -155,6 +156,7 @@ def test_size_of_a_payload_is_known_beforehand(name):
         "fp8": (128, 130),
         "int8": (128, 130),
         "int4": (128, 66),
+        "int2": (128, 34),
         "e3m0": (128, 66),
         "topk": (1024, 512),
         "random-drop": (1024, 512),

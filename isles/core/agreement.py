@@ -72,10 +72,12 @@ def at_start(world: World, method: Method, weight: float, replica: Replica, sync
     return float(sum(note["weight"] for note in notes))
 
 
-def after_resume(world: World, method: Method, step: int, anchors: list[Tensor]) -> None:
-    """Raises unless all islands resume from the same step and, where anchors are shared, from the same anchors."""
-    shared = None if method.update == "eager" else [_checksum(anchor) for anchor in anchors]
+def after_resume(world: World, alike: bool, step: int, anchors: list[Tensor]) -> None:
+    """Raises unless all islands resume from the same step and, if their anchors are to be alike, from the same ones."""
+    shared = [_checksum(anchor) for anchor in anchors] if alike else None
     notes = _compare_notes(world, {"step": step, "anchors": shared})
+    if any(note["anchors"] is None for note in notes):
+        notes = [{**note, "anchors": None} for note in notes]
     for rank, note in enumerate(notes):
         steps = f"resume at different steps ({notes[0].get('step')} and {note.get('step')})"
         _same(notes[0], note, rank, "step", steps, "load checkpoints of the same step everywhere")

@@ -48,3 +48,24 @@ def check_options(world: object, sync_initial: object, on_event: object) -> None
         raise ValueError(f"sync_initial={sync_initial!r} must be True or False")
     if on_event is not None and not callable(on_event):
         raise ValueError(f"on_event={on_event!r} must be a function that takes an isles.Event, or None")
+
+
+def check_overlap(overlap: int | None, method: Method) -> int:
+    """The overlap of this island: its own, or the method's."""
+    if overlap is None:
+        return method.overlap
+    whole = isinstance(overlap, int) and not isinstance(overlap, bool)
+    if method.update != "fresh" or not whole or not 0 <= overlap < method.sync_every:
+        raise ValueError(
+            f"overlap={overlap!r} of this island must be a whole number from 0 to sync_every - 1 = "
+            f"{method.sync_every - 1}, with update='fresh'; leave it out to take the method's"
+        )
+    return overlap
+
+
+def check_device(device: str | torch.device | None) -> torch.device | None:
+    """The device that outer state is kept on; None: the model's."""
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"outer_device={device!r} must be a device, such as 'cpu', or None") from None

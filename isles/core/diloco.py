@@ -25,7 +25,6 @@ Inner optimizer state stays local.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -34,18 +33,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
-from isles.core import agreement
-from isles.core.arguments import check_arguments, check_options, engaged
+from isles.core import agreement, fused_outer
+from isles.core.arguments import check_arguments, check_device, check_options, check_overlap, engaged
 from isles.core.fragments import Fragment, cut, trainable_parameters
 from isles.core.method import Method
-from isles.core.outer import OuterSGD
+from isles.core.outer import OuterSGD, mix
 from isles.core.replica import Replica
 from isles.core.schedule import Due, Schedule
-from isles.core.sharded import load_sharded, read_notes, rounds_in_flight, save_sharded
-from isles.core.state import ANOTHER_MODEL, OuterState, Sent, check_method, check_saved, load_state, save_state
+from isles.core.sharded import load_sharded, read_notes, save_sharded
+from isles.core.shelf import Shelf
+from isles.core.state import OuterState, Sent, check_saved, load_state, save_state
 from isles.core.stats import Counted, Event, Kind, Stats
 from isles.wire.codecs import codecs
+from isles.wire.fused import warm_up
 from isles.wire.island import Island, reshard
 from isles.wire.packing import is_finite
 from isles.wire.world import Handle, Payload, World, default_world
@@ -57,8 +59,9 @@ class DiLoCo:
     """Synchronises `model` with the other islands of `world` while `optimizer` trains it; a context manager.
 
     `weight` is this island's say in the mean, for shards of unequal size. All islands must start with the
-    same parameters; `sync_initial=True` gives everybody those of island 0. `on_event` is called with every
-    `Event`.
+    same parameters; `sync_initial=True` gives everybody those of island 0. An island that is slower than the
+    others may have an `overlap` of its own. `outer_device="cpu"` keeps the outer state in host memory. `on_event`
+    is called with every `Event`.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,14 +82,17 @@ class DiLoCo:
         world: World | None = None,
         weight: float = 1.0,
         sync_initial: bool = False,
+        overlap: int | None = None,
+        outer_device: str | torch.device | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         check_arguments(model, optimizer, method, weight)
         check_options(world, sync_initial, on_event)
+        self._overlap = check_overlap(overlap, method)
         self.model, self.optimizer, self.method, self.weight = model, optimizer, method, float(weight)
         self._island = Island.of(model, trainable_parameters(model).items())
         self.fragments = cut(model, method, self._island)
-        self.schedule = Schedule.of(method, len(self.fragments))
+        self.schedule = Schedule.of(dataclasses.replace(method, overlap=self._overlap), len(self.fragments))
         self.world = default_world() if world is None else world
         self.step_count = 0
         self.stats = Stats()
@@ -98,6 +104,10 @@ class DiLoCo:
         self._total_weight = agreement.at_start(self._link, method, self.weight, self._replica, sync_initial)
         self._outer = OuterSGD.of(method)
         self._states = [self._new_state(fragment) for fragment in self.fragments]
+        self._scratch = max((state.anchor for state in self._states), key=Tensor.numel).clone()
+        """Room for the weights of one fragment, used again and again."""
+        self._shelf = Shelf(self._states, check_device(outer_device))
+        warm_up({self._codec.kernels, fused_outer.GROUP})
         self._resumed = False
         self._showing_global = False
         self._closed = False
@@ -125,35 +135,46 @@ class DiLoCo:
         for due in self.schedule.applies(self.step_count):
             if not self.fragments[due.fragment].is_empty:
                 self._apply(due)
+        self._shelf.put_back()
+        coming = self.step_count + 1
+        self._shelf.prefetch(due.fragment for due in (*self.schedule.sends(coming), *self.schedule.applies(coming)))
 
     def _check_resumed(self) -> None:
         """Before anything is exchanged after `load_state_dict`: have all islands loaded the same?"""
         if self._resumed:
-            agreement.after_resume(self.world, self.method, self.step_count, self._anchors())
+            agreement.after_resume(self.world, self._shares_anchors(), self.step_count, self._anchors())
             self._resumed = False
 
+    def _shares_anchors(self) -> bool:
+        """Whether all islands have the same anchors at the same step."""
+        return self.method.update != "eager" and self._overlap == self.method.overlap
+
     def _anchors(self) -> list[Tensor]:
+        self._shelf.settle()
         return [state.anchor for state in self._states]
 
     def _send(self, due: Due) -> None:
         begin = time.perf_counter()
-        fragment, state = self.fragments[due.fragment], self._states[due.fragment]
-        delta = state.anchor - fragment.read()  # Delta_m = anchor - theta_m
-        if state.residual is not None:
-            delta += state.residual
-        if self._is_astray(delta):
+        fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
+        with record_function("isles.outer_gradient"):
+            theta = fragment.read(self._scratch)
+            delta = torch.sub(state.anchor, theta, out=theta)  # Delta_m = anchor - theta_m
+            if state.residual is not None:
+                delta += state.residual
+        with record_function("isles.encode"):
+            body = self._codec.encode_if_finite(delta)
+        if self._island.any([body is None])[0]:
             self._recover(due)
             if state.residual is not None:
                 state.residual.zero_()
         sits_out, state.void = state.void, False
         weight = 0.0 if sits_out else self.weight
-        if sits_out:
-            delta.zero_()
+        if sits_out or body is None:
+            body = self._codec.encode(delta.zero_())
             self.stats.nonfinite_rounds += 1
             self._tell("nonfinite", due)
-        body = self._codec.encode(delta)
-        if state.residual is not None and not sits_out:
-            state.residual = delta - self._codec.decode(body, fragment.numel)
+        elif state.residual is not None:
+            torch.sub(delta, self._codec.decode(body, fragment.numel), out=state.residual)
         body = body.cpu()
         handle = self._link.start(Payload(due.fragment, due.round, self._codec, fragment.numel, weight, body))
         eager = self.method.update == "eager"
@@ -162,37 +183,38 @@ class DiLoCo:
         self._count_send(due, handle, body.numel(), fragment.numel, time.perf_counter() - begin)
 
     def _apply(self, due: Due) -> None:
-        fragment, state = self.fragments[due.fragment], self._states[due.fragment]
+        fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
         fresh = state.rounds[due.round + self.method.delay_rounds] if self.method.update == "eager" else None
         self._outer_step(due, fresh)
-        alpha = self.method.mixing
-        if alpha == 0:
-            fragment.write(state.anchor)
-        elif alpha < 1:  # theta = alpha * theta + (1 - alpha) * anchor
-            fragment.write(fragment.read() * alpha + state.anchor * (1 - alpha))
+        with record_function("isles.mix"):
+            alpha = self.method.mixing
+            if alpha == 0:
+                fragment.write(state.anchor)
+            elif alpha < 1:  # theta = alpha * theta + (1 - alpha) * anchor
+                fragment.write(mix(fragment.read(self._scratch), state.anchor, alpha))
 
     def _outer_step(self, due: Due, fresh: Sent | None = None) -> None:
         """anchor = OuterOpt(anchor, Delta), where Delta is the mean of the round that is due.
 
         With eager updates, Delta = mean + share * own fresh contribution - share * own contribution in the mean.
         """
-        state = self._states[due.fragment]
+        state = self._shelf.take(due.fragment)
         stale = state.rounds.pop(due.round, None)
         delta = self._wait(due, stale)
-        for own, sign in ((fresh, 1.0), (stale, -1.0)):
-            if own is not None and own.body is not None:
-                contribution = own.codec.decode(own.body.to(state.anchor.device), state.anchor.numel())
-                contribution.mul_(sign * own.share)
-                delta = contribution if delta is None else delta + contribution
-        if delta is not None:
-            self._outer.update(state.anchor, delta, state.velocity)
+        with record_function("isles.outer_step"):
+            for own, sign in ((fresh, 1.0), (stale, -1.0)):
+                if own is not None and own.body is not None:
+                    delta = own.add_to(delta, sign * own.share, state.anchor)
+            if delta is not None:
+                self._outer.update(state.anchor, delta, state.velocity)
 
     def _wait(self, due: Due, sent: Sent | None) -> Tensor | None:
         """The mean of a round; None if nobody took part, or if there was no such round."""
         if sent is None:
             return None
         begin = time.perf_counter()
-        mean = sent.handle.wait()
+        with record_function("isles.wait"):
+            mean = sent.handle.wait()
         seconds = time.perf_counter() - begin
         self.stats.applies += 1
         self.stats.wait_seconds += seconds
@@ -200,7 +222,7 @@ class DiLoCo:
         if not mean.weights:
             return None
         self._total_weight = mean.total_weight
-        return mean.values.to(self._states[due.fragment].anchor.device)
+        return mean.values.to(self._shelf.take(due.fragment).anchor.device)
 
     def _recover(self, due: Due) -> None:
         """The island has gone astray: what is not finite goes back to the global value, and its rounds do not count.
@@ -215,8 +237,9 @@ class DiLoCo:
             due.fragment,
             self.step_count,
         )
-        for index, (fragment, state) in enumerate(zip(self.fragments, self._states, strict=True)):
+        for index, fragment in enumerate(self.fragments):
             if index == due.fragment or self._is_astray(fragment.read()):
+                state = self._shelf.take(index)
                 fragment.write(state.anchor)
                 state.void = True
         self._replica.heal_optimizer()
@@ -277,6 +300,7 @@ class DiLoCo:
         for index, state in enumerate(self._states):
             for number in list(state.rounds):
                 self._outer_step(Due(index, number))
+            self._shelf.put_back()
         agreement.at_finish(self._link, self.method, self.weight, self._anchors())
         self._show(self._anchors())
         agreement.average_buffers(self._link, self.weight, self._replica)
@@ -313,71 +337,45 @@ class DiLoCo:
             raise RuntimeError(
                 "state_dict() inside global_model(): the model holds the global weights there, save outside"
             )
+        self._shelf.settle()
         about = {
             "version": 1,
             "island": self.world.rank,
             "method": self.method.as_dict(),
+            "overlap": self._overlap,
             "step": self.step_count,
             "total_weight": self._total_weight,
         }
         if sharded:
-            return self._sharded_state(about, replica)
-        state = {
-            **about,
-            "stats": dataclasses.asdict(self.stats),
-            "fragments": [save_state(f, s) for f, s in zip(self.fragments, self._states, strict=True)],
-        }
-        return {**state, "replica": self._replica.state_dict()} if replica else state
-
-    def _sharded_state(self, about: dict[str, Any], replica: bool) -> dict[str, Any]:
-        places = rounds_in_flight(self.method)
-        parts = [save_sharded(f, s, places) for f, s in zip(self.fragments, self._states, strict=True)]
-        stats = dataclasses.asdict(self.stats)
-        notes = {
-            **about,
-            "stats": dict(zip(stats, self._island.sum(list(stats.values())), strict=True)),
-            "fragments": [{"names": f.names, **note} for f, (_, note) in zip(self.fragments, parts, strict=True)],
-        }
-        state: dict[str, Any] = {"notes": json.dumps(notes)}
-        state["fragments"] = {str(index): tensors for index, (tensors, _) in enumerate(parts)}
+            state = save_sharded(about, self.fragments, self._states, self.stats, self._island)
+        else:
+            fragments = [save_state(f, s) for f, s in zip(self.fragments, self._states, strict=True)]
+            state = {**about, "stats": dataclasses.asdict(self.stats), "fragments": fragments}
         if replica:
             with self._unhooked():
-                state["replica"] = self._replica.sharded_state_dict()
+                state["replica"] = self._replica.state_dict(sharded)
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state_dict()` was taken. Every island loads its own, of the same step."""
-        if isinstance(state, dict) and "notes" in state:
-            return self._load_sharded_state(state)
-        check_saved(state, self.method, self.fragments, self.world.rank)
-        if "replica" in state:
-            self._replica.load_state_dict(state["replica"])
-        for outer, saved in zip(self._states, state["fragments"], strict=True):
-            load_state(outer, saved)
-        self._go_on_from(state, state["stats"])
-
-    def _load_sharded_state(self, state: dict[str, Any]) -> None:
-        notes = read_notes(state)
-        check_method(notes, self.method, self.world.rank)
-        if [note["names"] for note in notes["fragments"]] != [fragment.names for fragment in self.fragments]:
-            raise ValueError(ANOTHER_MODEL)
+        self._shelf.settle()
+        sharded = isinstance(state, dict) and "notes" in state
+        about = read_notes(state) if sharded else state
+        check_saved(about, self.method, self._overlap, self.fragments, self.world.rank)
         if "replica" in state:
             reshard(self.model)
             with self._unhooked():
-                self._replica.load_sharded_state_dict(state["replica"])
-        for index, (fragment, outer) in enumerate(zip(self.fragments, self._states, strict=True)):
-            load_sharded(fragment, outer, state["fragments"][str(index)], notes["fragments"][index])
-        # Each rank goes on with its part of what the island has sent.
-        stats = {name: value / self._island.size for name, value in notes["stats"].items()}
-        self._go_on_from(
-            notes, {name: value if name == "wait_seconds" else int(value) for name, value in stats.items()}
-        )
-
-    def _go_on_from(self, saved: dict[str, Any], stats: dict[str, Any]) -> None:
-        self.step_count = saved["step"]
-        self._total_weight = saved["total_weight"]
-        self.stats = self._link.stats = Stats(**stats)
+                self._replica.load_state_dict(state["replica"], sharded)
+        if sharded:
+            self.stats = load_sharded(state, self.fragments, self._states, self._island)
+        else:
+            self.stats = Stats(**state["stats"])
+            for outer, saved in zip(self._states, state["fragments"], strict=True):
+                load_state(outer, saved)
+        self._link.stats = self.stats
+        self.step_count = about["step"]
+        self._total_weight = about["total_weight"]
         self._resumed = True
 
     @contextmanager

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from isles.core import fused_outer
 from isles.core.method import Method
 
 
@@ -42,9 +43,20 @@ class OuterSGD:
 
     def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
+        if fused_outer.available(anchor, mean, *([] if velocity is None else [velocity])):
+            fused_outer.update(anchor, mean, velocity, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+            return
         if velocity is None:
             anchor.sub_(mean * self.lr)
             return
         velocity.mul_(self.momentum).add_(mean)
         direction = velocity.mul(self.momentum).add_(mean) if self.nesterov else velocity
         anchor.sub_(direction * self.lr)
+
+
+def mix(theta: Tensor, anchor: Tensor, alpha: float) -> Tensor:
+    """alpha * theta + (1 - alpha) * anchor, in the memory of theta."""
+    if fused_outer.available(theta, anchor):
+        fused_outer.mix(theta, anchor, alpha)
+        return theta
+    return theta.mul_(alpha).add_(anchor * (1 - alpha))

@@ -56,7 +56,13 @@ class Replica:
             if moment.dim() > 0:  # a count of steps stays
                 moment.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, sharded: bool = False) -> dict[str, Any]:
+        """A copy of everything; `sharded` is the form that the ranks of an island save together."""
+        if sharded:
+            from torch.distributed.checkpoint.state_dict import get_state_dict
+
+            model, optimizer = get_state_dict(self._model, self.optimizer)
+            return copy.deepcopy({"model": model, "optimizer": optimizer})
         parameters = {
             name: tensor.clone()
             for fragment in self.fragments
@@ -65,8 +71,14 @@ class Replica:
         buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
         return {"parameters": parameters, "buffers": buffers, "optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], sharded: bool = False) -> None:
         """All or nothing: what does not fit is found before anything is changed."""
+        if sharded:
+            from torch.distributed.checkpoint.state_dict import set_state_dict
+
+            weights, moments = state["model"], state["optimizer"]
+            set_state_dict(self._model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+            return
         if not {"parameters", "buffers", "optimizer"} <= state.keys():
             raise ValueError("this is not a state of isles.DiLoCo (version 1): a part of the replica is missing")
         own, saved = self._tensors(), {**state["parameters"], **state["buffers"]}
@@ -75,23 +87,6 @@ class Replica:
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         for name, tensor in own.items():
             tensor.copy_(saved[name])
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """The same for torch.distributed.checkpoint: whole parameters, or their shards as DTensors."""
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self._model, self.optimizer)
-        return {"model": copy.deepcopy(model), "optimizer": copy.deepcopy(optimizer)}
-
-    def load_sharded_state_dict(self, state: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        set_state_dict(
-            self._model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
 
     def _tensors(self) -> dict[str, Tensor]:
         parameters = {n: t for part in self.fragments for n, t in zip(part.names, part.tensors(), strict=True)}

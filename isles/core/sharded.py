@@ -15,6 +15,7 @@ differently on another number of ranks, and what was added to the anchor must be
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -23,22 +24,49 @@ import torch
 from torch import Tensor
 
 from isles.core.fragments import Fragment
-from isles.core.method import Method
 from isles.core.state import OuterState, Sent
+from isles.core.stats import Stats
 from isles.wire.codecs import codecs
-from isles.wire.island import like, local
+from isles.wire.island import Island, like, local
 from isles.wire.world import Arrived, Mean
 
 Named = dict[str, Tensor]
 
 
-def rounds_in_flight(method: Method) -> int:
-    """The most rounds of one fragment that are under way after a step."""
-    return method.delay_rounds if method.update != "fresh" else int(method.overlap > 0)
+def save_sharded(
+    about: dict[str, Any], fragments: list[Fragment], states: list[OuterState], stats: Stats, island: Island
+) -> dict[str, Any]:
+    """The outer state of an island; all its ranks call this at the same time. Waits for rounds in flight."""
+    places = rounds_in_flight(about["method"])
+    parts = [_save_fragment(fragment, state, places) for fragment, state in zip(fragments, states, strict=True)]
+    counted = dataclasses.asdict(stats)
+    notes = {
+        **about,
+        "stats": dict(zip(counted, island.sum(list(counted.values())), strict=True)),
+        "fragments": [{"names": part.names, **note} for part, (_, note) in zip(fragments, parts, strict=True)],
+    }
+    tensors = {str(index): tensors for index, (tensors, _) in enumerate(parts)}
+    return {"notes": json.dumps(notes), "fragments": tensors}
 
 
-def save_sharded(fragment: Fragment, state: OuterState, places: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A fragment's outer state: tensors by parameter, and notes for the JSON text. Rounds in flight are waited for."""
+def load_sharded(
+    state: Mapping[str, Any], fragments: list[Fragment], states: list[OuterState], island: Island
+) -> Stats:
+    """Puts it back. Returns the statistics: each rank goes on with its part of what the island has sent."""
+    notes = read_notes(state)
+    for index, (fragment, outer) in enumerate(zip(fragments, states, strict=True)):
+        _load_fragment(fragment, outer, state["fragments"][str(index)], notes["fragments"][index])
+    share = {name: value / island.size for name, value in notes["stats"].items()}
+    return Stats(**{name: value if name == "wait_seconds" else int(value) for name, value in share.items()})
+
+
+def rounds_in_flight(method: Mapping[str, Any]) -> int:
+    """The most rounds of one fragment that are under way after a step, whatever an island's overlap."""
+    return 1 if method["update"] == "fresh" else int(method["delay_rounds"])
+
+
+def _save_fragment(fragment: Fragment, state: OuterState, places: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors by parameter, and notes for the JSON text."""
     tensors: dict[str, Any] = {"anchor": _by_name(fragment, state.anchor)}
     for name, vector in (("velocity", state.velocity), ("residual", state.residual)):
         if vector is not None:
@@ -59,14 +87,13 @@ def save_sharded(fragment: Fragment, state: OuterState, places: int) -> tuple[di
     return tensors, {"void": state.void, "rounds": notes}
 
 
-def load_sharded(fragment: Fragment, state: OuterState, tensors: Mapping[str, Any], note: Mapping[str, Any]) -> None:
-    """Puts a fragment's outer state back."""
+def _load_fragment(fragment: Fragment, state: OuterState, tensors: Mapping[str, Any], note: Mapping[str, Any]) -> None:
     state.anchor.copy_(_flat(fragment, tensors["anchor"]))
     for name, vector in (("velocity", state.velocity), ("residual", state.residual)):
         if vector is not None:
             vector.copy_(_flat(fragment, tensors[name]))
     state.void = note["void"]
-    state.rounds = {}
+    state.rounds.clear()
     exact = codecs["fp32"]
     for place, flight in enumerate(note["rounds"]):
         weights = {int(rank): weight for rank, weight in flight["weights"].items()}

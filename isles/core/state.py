@@ -18,8 +18,6 @@ from isles.core.method import Method
 from isles.wire.codecs import Codec, codecs
 from isles.wire.world import Arrived, Handle, Mean
 
-ANOTHER_MODEL = "the checkpoint is of another model: its parameters have other names or sizes"
-
 
 @dataclass
 class Sent:
@@ -31,6 +29,16 @@ class Sent:
     """Eager: the own outer gradient, encoded, as it went over the wire."""
     share: float
     """Eager: which part of `body` the island has added to its anchor ahead of the mean."""
+
+    def add_to(self, delta: Tensor | None, factor: float, like: Tensor) -> Tensor:
+        """A new vector: delta (nothing is zero) plus the own outer gradient times a factor."""
+        assert self.body is not None
+        body = self.body.to(like.device)
+        if delta is None:
+            return self.codec.decode(body, like.numel()).mul_(factor)
+        total = delta.clone()
+        self.codec.accumulate(body, total, factor)
+        return total
 
 
 @dataclass
@@ -84,27 +92,27 @@ def load_state(state: OuterState, saved: dict[str, Any]) -> None:
     }
 
 
-def check_saved(state: dict[str, Any], method: Method, fragments: list[Fragment], rank: int) -> None:
+def check_saved(state: Any, method: Method, overlap: int, fragments: list[Fragment], rank: int) -> None:
     """Raises unless what was saved is of this method, this model and, where islands differ, this island."""
     wanted = {"version", "island", "method", "step", "total_weight", "stats", "fragments"}
     if not isinstance(state, dict) or not wanted <= state.keys() or state["version"] != 1:
         raise ValueError("this is not a state of isles.DiLoCo (version 1)")
-    check_method(state, method, rank)
-    saved = [(fragment["names"], fragment["anchor"].numel()) for fragment in state["fragments"]]
-    if saved != [(fragment.names, fragment.numel) for fragment in fragments]:
-        raise ValueError(ANOTHER_MODEL)
-
-
-def check_method(state: dict[str, Any], method: Method, rank: int) -> None:
-    """Raises unless the state is of this method and, where islands differ, of this island."""
     mine, theirs = method.as_dict(), state["method"]
     different = [
         f"{name}={theirs.get(name)!r} there, {mine[name]!r} here" for name in mine if theirs.get(name) != mine[name]
     ]
+    if state.get("overlap", overlap) != overlap:
+        different.append(f"this island's overlap={state['overlap']} there, {overlap} here")
     if different:
         raise ValueError(
             f"the checkpoint was made with another method ({'; '.join(different)}): resume with the same one"
         )
+    same = len(fragments) == len(state["fragments"]) and all(
+        saved["names"] == own.names and ("anchor" not in saved or saved["anchor"].numel() == own.numel)
+        for saved, own in zip(state["fragments"], fragments, strict=True)
+    )
+    if not same:
+        raise ValueError("the checkpoint is of another model: its parameters have other names or sizes")
     if method.update == "eager" and state["island"] != rank:
         whose = f"the checkpoint is of island {state['island']}, this is island {rank}"
         raise ValueError(f"{whose}: with eager updates each loads its own")

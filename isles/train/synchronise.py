@@ -136,7 +136,7 @@ class DataParallel:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
         self._plain, self._optimizer, self._place = model, optimizer, place
-        self.model = DistributedDataParallel(model) if place.world_size > 1 else model
+        self.model = DistributedDataParallel(model, init_sync=False) if place.world_size > 1 else model
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         self._bytes_per_step = round(2 * (place.world_size - 1) / place.world_size * gradient_bytes)
         self._pass_seconds_alone = float("inf")

@@ -8,6 +8,7 @@ payload can be cut at any block, which is what lets several islands share the wo
     fp32, fp16, bf16     the value, in that format
     fp8                  e4m3, one scale per block
     int8, int4           signed integers, one scale per block
+    int2                 -1, 0 or 1 times one scale per block; for experiments, with error feedback
     e3m0                 4 bits: sign and a 3-bit exponent, one scale per block: 0 and +-s * 2^-k for k = 0..6
     topk                 the largest eighth of each block, with their places          (the papers' comparisons, all of
     random-drop          a random quarter of each block, the rest is zero              them at the size of e3m0:
@@ -25,98 +26,31 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from isles.wire.codec import Codec
+from isles.wire.fused import ROW
 from isles.wire.packing import (
     MANTISSA_BITS,
     divide,
     from_bytes,
-    hashed,
-    is_finite,
-    pack_nibbles,
+    pack_codes,
     read_scale,
     round_at_random,
     scale_of,
-    seeds_of,
-    to_bf16,
     to_bytes,
+    typical_scale_of,
     uniform,
-    unpack_nibbles,
+    unpack_codes,
 )
+from isles.wire.sparse_codecs import RandomDropCodec, TopKCodec
+
+__all__ = ["Codec", "E3M0Codec", "FloatCodec", "Fp8Codec", "IntCodec", "TernaryCodec", "codecs"]
 
 MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 value but its sign
 HALF_OF_SMALLEST = 127 - 7 << MANTISSA_BITS  # the bits of 2^-7, half of e3m0's smallest level
-
-
-@dataclass(frozen=True)
-class Codec:
-    """The common part: cutting into blocks. A codec is `pack` and `unpack` of a table with one block per row."""
-
-    name: str
-    block: int
-    stochastic: bool = False
-
-    sparse: ClassVar[bool] = False
-    """Most values are not sent: encoding a mean of such payloads again would lose most of it."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block on the wire."""
-        raise NotImplementedError
-
-    def pack(self, blocks: Tensor) -> Tensor:
-        """fp32 [rows, block] -> uint8 [rows, block_bytes]."""
-        raise NotImplementedError
-
-    def unpack(self, rows: Tensor) -> Tensor:
-        """uint8 [rows, block_bytes] -> fp32 [rows, block]."""
-        raise NotImplementedError
-
-    def contracting(self) -> Codec:
-        """The codec to use with error feedback, which only converges if decoding never overshoots."""
-        return self
-
-    def num_bytes(self, numel: int) -> int:
-        """Size of the payload of so many values."""
-        return -(-numel // self.block) * self.block_bytes
-
-    def encode(self, values: Tensor) -> Tensor:
-        """The payload of a vector of finite values.
-
-        >>> codecs["e3m0"].encode(torch.zeros(1000)).numel()
-        528
-        """
-        if not values.is_floating_point():
-            raise ValueError(f"{self.name} encodes floating-point tensors, not {values.dtype}")
-        flat = values.detach().reshape(-1).float()
-        if not is_finite(flat):
-            raise ValueError(f"only finite values can be encoded: {int((~torch.isfinite(flat)).sum())} are not")
-        if flat.numel() == 0:
-            return torch.empty(0, dtype=torch.uint8, device=flat.device)
-        rows = -(-flat.numel() // self.block)
-        if flat.numel() < rows * self.block:
-            flat = torch.cat([flat, flat.new_zeros(rows * self.block - flat.numel())])
-        return self.pack(flat.view(rows, self.block)).reshape(-1)
-
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """The vector in a payload.
-
-        >>> codecs["bf16"].decode(codecs["bf16"].encode(torch.tensor([1.0, -2.5])), 2)
-        tensor([ 1.0000, -2.5000])
-        """
-        if payload.dtype != torch.uint8:
-            raise ValueError(f"a payload is a uint8 tensor, not {payload.dtype}")
-        if payload.numel() != self.num_bytes(numel):
-            raise ValueError(
-                f"this payload has {payload.numel()} bytes, but {numel} values in {self.name} take "
-                f"{self.num_bytes(numel)}: truncated, or of another codec or length"
-            )
-        if numel == 0:
-            return torch.empty(0, device=payload.device)
-        return self.unpack(payload.view(-1, self.block_bytes)).reshape(-1)[:numel]
 
 
 # ---- the value itself, in a shorter float format
@@ -131,6 +65,10 @@ class FloatCodec(Codec):
     @property
     def block_bytes(self) -> int:
         return self.block * self.dtype.itemsize
+
+    @property
+    def kernels(self) -> str:
+        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "")
 
     def pack(self, blocks: Tensor) -> Tensor:
         if self.dtype != torch.float32:
@@ -157,6 +95,10 @@ class Fp8Codec(Codec):
     def block_bytes(self) -> int:
         return 2 + self.block
 
+    @property
+    def kernels(self) -> str:
+        return "fp8" if self.block == ROW else ""
+
     def pack(self, blocks: Tensor) -> Tensor:
         largest = 448  # of e4m3
         scale = scale_of(blocks, largest, self.stochastic)
@@ -172,7 +114,7 @@ class Fp8Codec(Codec):
 
 @dataclass(frozen=True)
 class IntCodec(Codec):
-    """Signed integers from -limit to limit, in 8 bits, or two of them in a byte."""
+    """Signed integers from -limit to limit, in 8 bits, or several of them in a byte."""
 
     bits: int = 8
 
@@ -184,19 +126,47 @@ class IntCodec(Codec):
     def block_bytes(self) -> int:
         return 2 + self.block * self.bits // 8
 
+    @property
+    def kernels(self) -> str:
+        return f"int{self.bits}" if self.bits in (4, 8) and self.block == ROW else ""
+
+    def scale(self, blocks: Tensor) -> Tensor:
+        """[rows, 1] bf16: what one is worth."""
+        return scale_of(blocks, self.limit, self.stochastic)
+
     def pack(self, blocks: Tensor) -> Tensor:
-        scale = scale_of(blocks, self.limit, self.stochastic)
+        scale = self.scale(blocks)
         scaled = divide(blocks, scale)
         whole = (scaled + uniform(blocks)).floor() if self.stochastic else scaled.round()
         codes = whole.clamp(-self.limit, self.limit).to(torch.int8).view(torch.uint8)
-        return torch.cat([to_bytes(scale), codes if self.bits == 8 else pack_nibbles(codes)], dim=1)
+        return torch.cat([to_bytes(scale), pack_codes(codes, self.bits)], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        codes = rows[:, 2:]
-        if self.bits == 4:
-            codes = unpack_nibbles(codes)
-            codes = codes | (codes & 8) * 30  # extend the sign of 4 bits to 8
-        return codes.contiguous().view(torch.int8).float() * read_scale(rows)
+        codes = unpack_codes(rows[:, 2:], self.bits).view(torch.int8)
+        if self.bits < 8:
+            sign = 1 << self.bits - 1
+            codes = (codes ^ sign) - sign
+        return codes.float() * read_scale(rows)
+
+
+@dataclass(frozen=True)
+class TernaryCodec(IntCodec):
+    """-1, 0 or 1 times the scale. What is rounded to zero is most of the vector: it needs error feedback.
+
+    The scale is not the largest magnitude, which would leave but a few values of a block, but a typical one. Nearest
+    rounding never overshoots, whatever the scale: of -s, 0 and s it takes the nearest, and zero is among them. The
+    largest value is at least about s, and s at least the root of the mean square, so of the square of a block of n
+    values at least about 1/n gets through: |x - decoded|^2 <= (1 - 0.98/n) |x|^2, which is what error feedback needs.
+    Stochastic rounding does overshoot; error feedback is not done with it.
+    """
+
+    bits: int = 2
+
+    def scale(self, blocks: Tensor) -> Tensor:
+        return super().scale(blocks) if self.stochastic else typical_scale_of(blocks)
+
+    def contracting(self) -> TernaryCodec:
+        return dataclasses.replace(self, stochastic=False)
 
 
 @dataclass(frozen=True)
@@ -210,6 +180,10 @@ class E3M0Codec(Codec):
     @property
     def block_bytes(self) -> int:
         return 2 + self.block // 2
+
+    @property
+    def kernels(self) -> str:
+        return "e3m0" if self.block == ROW else ""
 
     def pack(self, blocks: Tensor) -> Tensor:
         scale = scale_of(blocks, 1, self.stochastic)
@@ -228,72 +202,11 @@ class E3M0Codec(Codec):
             code = (magnitude + (1 << MANTISSA_BITS - 1) >> MANTISSA_BITS) - (127 - 7)
             code = torch.maximum(code, (magnitude >= HALF_OF_SMALLEST).int())  # zero is as far away as it should be
         code = code.clamp(0, 7) | (bits < 0).int() << 3
-        return torch.cat([to_bytes(scale), pack_nibbles(code.to(torch.uint8))], dim=1)
+        return torch.cat([to_bytes(scale), pack_codes(code.to(torch.uint8), 4)], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
         levels = torch.tensor([0.0] + [2.0 ** (code - 7) for code in range(1, 8)], device=rows.device)
-        return torch.cat([levels, -levels])[unpack_nibbles(rows[:, 2:]).int()] * read_scale(rows)
-
-
-# ---- the papers' comparisons: most values are not sent at all
-
-
-@dataclass(frozen=True)
-class TopKCodec(Codec):
-    """The `kept` values of largest magnitude in each block, in bf16, each with its place in 16 bits."""
-
-    kept: int = 1
-
-    sparse = True
-
-    @property
-    def block_bytes(self) -> int:
-        return 4 * self.kept
-
-    def pack(self, blocks: Tensor) -> Tensor:
-        places = blocks.abs().topk(self.kept, dim=1).indices.sort(dim=1).values
-        return torch.cat([to_bf16(blocks.gather(1, places), self.stochastic), to_bytes(places.to(torch.int16))], dim=1)
-
-    def unpack(self, rows: Tensor) -> Tensor:
-        values = from_bytes(rows[:, : 2 * self.kept], torch.bfloat16).float()
-        places = from_bytes(rows[:, 2 * self.kept :], torch.int16).long()
-        return values.new_zeros(rows.shape[0], self.block).scatter_(1, places.clamp(0, self.block - 1), values)
-
-
-@dataclass(frozen=True)
-class RandomDropCodec(Codec):
-    """`kept` values of each block, chosen by a hash, in bf16; their places follow from a seed of 4 bytes.
-
-    With `rescale` every value is multiplied by block / kept, so that dropping leaves the expectation as it was (DARE).
-    Error feedback sees to that in its own way; both together would count the same loss twice, and diverge.
-    """
-
-    kept: int = 1
-    rescale: bool = False
-
-    sparse = True
-
-    @property
-    def block_bytes(self) -> int:
-        return 4 + 2 * self.kept
-
-    def pack(self, blocks: Tensor) -> Tensor:
-        seeds = seeds_of(blocks)
-        kept = blocks.gather(1, self._places(seeds)) * (self.block / self.kept if self.rescale else 1.0)
-        return torch.cat([to_bytes(seeds.to(torch.int32)), to_bf16(kept, self.stochastic)], dim=1)
-
-    def unpack(self, rows: Tensor) -> Tensor:
-        seeds = from_bytes(rows[:, :4], torch.int32).long()
-        values = from_bytes(rows[:, 4:], torch.bfloat16).float()
-        return values.new_zeros(rows.shape[0], self.block).scatter_(1, self._places(seeds), values)
-
-    def contracting(self) -> RandomDropCodec:
-        return dataclasses.replace(self, rescale=False)
-
-    def _places(self, seeds: Tensor) -> Tensor:
-        place = torch.arange(self.block, device=seeds.device)
-        order = hashed(seeds, self.block) // self.block * self.block + place  # no two alike, so the choice is unique
-        return order.topk(self.kept, dim=1, largest=False).indices.sort(dim=1).values
+        return torch.cat([levels, -levels])[unpack_codes(rows[:, 2:], 4).int()] * read_scale(rows)
 
 
 codecs: dict[str, Codec] = {
@@ -305,6 +218,7 @@ codecs: dict[str, Codec] = {
         Fp8Codec("fp8", 128),
         IntCodec("int8", 128, bits=8),
         IntCodec("int4", 128, bits=4),
+        TernaryCodec("int2", 128),
         E3M0Codec("e3m0", 128),
         TopKCodec("topk", 1024, kept=128),
         RandomDropCodec("random-drop", 1024, kept=254),

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from isles.wire.codecs import Codec
 from isles.wire.message import CHECKSUM, HEADER_BYTES
-from isles.wire.packing import is_finite
 from isles.wire.world import Payload
 
 Reduction = Literal["auto", "all-gather", "reduce-scatter"]
@@ -73,19 +72,22 @@ def weighted_mean(bodies: Sequence[Tensor], weights: Sequence[float], codec: Cod
     total = sum(scaled)
     if total == 0:
         return torch.zeros(numel)
-    mean = _weighted_sum(bodies, scaled, codec, numel).div_(total)
-    if not is_finite(mean):  # the sum was too large for fp32, the mean is not
-        mean = _weighted_sum(bodies, [weight / total for weight in scaled], codec, numel)
+    mean = torch.empty(numel)
+    if not _add_up(bodies, scaled, codec, mean, divisor=total):  # the sum was too large for fp32, the mean is not
+        _add_up(bodies, [weight / total for weight in scaled], codec, mean)
     return mean
 
 
-def _weighted_sum(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, numel: int) -> Tensor:
-    total = torch.zeros(numel)
-    for body, weight in zip(bodies, weights, strict=True):
-        if weight > 0:
-            values = codec.decode(body, numel)
-            total.add_(values if weight == 1 else values * weight)
-    return total
+def _add_up(
+    bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, into: Tensor, divisor: float = 1.0
+) -> bool:
+    """The weighted sum over `divisor`, which goes with the last one that is added; returns whether it is finite."""
+    present = [(body, weight) for body, weight in zip(bodies, weights, strict=True) if weight > 0]
+    finite = False
+    for number, (body, weight) in enumerate(present, start=1):
+        last = divisor if number == len(present) else 1.0
+        finite = codec.accumulate(body, into, weight, fresh=number == 1, divisor=last)
+    return finite
 
 
 def _scaled(weights: Sequence[float]) -> list[float]:
