@@ -39,7 +39,7 @@ from isles.core import agreement, fused_outer
 from isles.core.arguments import check_arguments, check_device, check_options, check_overlap, engaged
 from isles.core.fragments import Fragment, cut, trainable_parameters
 from isles.core.method import Method
-from isles.core.outer import OuterSGD, mix
+from isles.core.outer import OuterSGD, mix, outer_gradient
 from isles.core.replica import Replica
 from isles.core.schedule import Due, Schedule
 from isles.core.sharded import load_sharded, read_notes, save_sharded
@@ -157,8 +157,7 @@ class DiLoCo:
         begin = time.perf_counter()
         fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
         with record_function("isles.outer_gradient"):
-            theta = fragment.read(self._scratch)
-            delta = torch.sub(state.anchor, theta, out=theta)  # Delta_m = anchor - theta_m
+            delta = outer_gradient(state.anchor, fragment, self._scratch)
             if state.residual is not None:
                 delta += state.residual
         with record_function("isles.encode"):
@@ -187,11 +186,7 @@ class DiLoCo:
         fresh = state.rounds[due.round + self.method.delay_rounds] if self.method.update == "eager" else None
         self._outer_step(due, fresh)
         with record_function("isles.mix"):
-            alpha = self.method.mixing
-            if alpha == 0:
-                fragment.write(state.anchor)
-            elif alpha < 1:  # theta = alpha * theta + (1 - alpha) * anchor
-                fragment.write(mix(fragment.read(self._scratch), state.anchor, alpha))
+            mix(fragment, state.anchor, self.method.mixing, self._scratch)
 
     def _outer_step(self, due: Due, fresh: Sent | None = None) -> None:
         """anchor = OuterOpt(anchor, Delta), where Delta is the mean of the round that is due.

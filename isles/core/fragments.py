@@ -95,6 +95,18 @@ class Fragment:
         if self.names:
             torch._foreach_copy_(self.tensors(), self.unflatten(flat))
 
+    def pairs(self, flat: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+        """Every parameter, as a flat vector, with its part of another vector, to work on in place: one pass less over
+        memory than `read` or `write`. None if that cannot be: other precisions, copies that ranks share out.
+        """
+        tensors = self.tensors()
+        if any(copies.size > 1 for copies, _ in self._holdings) or not all(
+            tensor.dtype == flat.dtype and tensor.is_contiguous() and tensor.device == flat.device for tensor in tensors
+        ):
+            return None
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [(tensor.view(-1), part) for tensor, part in zip(tensors, parts, strict=True)]
+
     def snapshot(self) -> list[Tensor]:
         """Copies of the parameters as they are, in their own precision."""
         return [tensor.clone() for tensor in self.tensors()]

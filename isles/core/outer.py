@@ -1,4 +1,4 @@
-"""The outer optimizer: what is done with the mean outer gradient of a fragment.
+"""Outer gradients, the outer optimizer, and mixing: the arithmetic of the engine.
 
 The outer gradient points from the island's weights back to the anchor (old minus new), so a minimiser that subtracts it
 moves the anchor towards the islands. With Delta the mean and v the velocity,
@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from isles.core import fused_outer
+from isles.core.fragments import Fragment
 from isles.core.method import Method
 
 
@@ -54,9 +56,33 @@ class OuterSGD:
         anchor.sub_(direction * self.lr)
 
 
-def mix(theta: Tensor, anchor: Tensor, alpha: float) -> Tensor:
-    """alpha * theta + (1 - alpha) * anchor, in the memory of theta."""
+def outer_gradient(anchor: Tensor, fragment: Fragment, scratch: Tensor) -> Tensor:
+    """Delta_m = anchor - theta_m, in the memory of `scratch`, if it fits."""
+    pairs = fragment.pairs(anchor)
+    if pairs is None or scratch.device != anchor.device:
+        theta = fragment.read(scratch)
+        return torch.sub(anchor, theta, out=theta)
+    delta = scratch[: anchor.numel()]
+    for (theta, part), into in zip(pairs, delta.split([part.numel() for _, part in pairs]), strict=True):
+        torch.sub(part, theta, out=into)
+    return delta
+
+
+def mix(fragment: Fragment, anchor: Tensor, alpha: float, scratch: Tensor) -> None:
+    """theta_m = alpha * theta_m + (1 - alpha) * anchor."""
+    if alpha == 0:
+        fragment.write(anchor)
+    elif alpha < 1 and (pairs := fragment.pairs(anchor)) is not None:
+        for theta, part in pairs:
+            _mix(theta, part, alpha)
+    elif alpha < 1:
+        theta = fragment.read(scratch)
+        _mix(theta, anchor, alpha)
+        fragment.write(theta)
+
+
+def _mix(theta: Tensor, anchor: Tensor, alpha: float) -> None:
     if fused_outer.available(theta, anchor):
         fused_outer.mix(theta, anchor, alpha)
-        return theta
-    return theta.mul_(alpha).add_(anchor * (1 - alpha))
+    else:
+        theta.mul_(alpha).add_(anchor * (1 - alpha))

@@ -1,0 +1,63 @@
+"""results/NAME.json: a study's runs with all that is needed to judge them, written whole or not at all.
+
+Findings are not taken from the file but made from its runs again, so that text and criteria can be improved without
+running anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import isles
+from isles.reproduce.job import Text
+from isles.reproduce.pool import Task
+from isles.reproduce.scale import Scale
+from isles.reproduce.study import Records, Study
+from isles.reproduce.train import ring_bytes
+
+
+def record_of(task: Task, outcome: dict[str, Any]) -> dict[str, Any]:
+    """A run as it stands in the file."""
+    if task.job.method is None:  # the run itself does not know how many islands it stands for
+        sent = ring_bytes(outcome["parameters"], task.job.islands) * task.job.steps
+        outcome = {**outcome, "bytes_sent": sent}
+    return {"name": task.name, "key": task.key, "job": task.job.as_dict(), **outcome}
+
+
+def write(study: Study, scale: Scale, text: Text, records: list[dict[str, Any]], command: str, path: Path) -> None:
+    """Writes results and findings of a study."""
+    found = [vars(finding) for finding in study.findings(Records(records))]
+    content = {
+        "study": study.name,
+        "claim": study.claim,
+        "source": study.source,
+        "expectation": study.expectation,
+        "command": command,
+        "text": text.names(),
+        "scale": scale.as_dict(),
+        "versions": {"isles": isles.__version__, "torch": str(torch.__version__)},
+        "run_seconds": round(sum(record["seconds"] for record in records), 1),
+        "findings": found,
+    }
+    head = json.dumps(content, indent=1)[:-2]
+    rows = ",\n  ".join(json.dumps(record) for record in records)  # a run per line: readable, and small in a diff
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(f'{head},\n "records": [\n  {rows}\n ]\n}}\n', "utf-8")
+    os.replace(partial, path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of such a file."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): run the study again, finished runs are kept") from error
+    if not isinstance(content, dict) or not {"study", "records", "command"} <= content.keys():
+        raise ValueError(f"{path} is no result of isles reproduce: remove it")
+    return content
