@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from isles.wire import fused
-from isles.wire.packing import is_finite
+from isles.wire.packing import empty, is_finite
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,18 @@ class Codec:
                 out.copy_(self.pack(self._blocks(flat)).reshape(-1))
         return out if finite else None
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """The vector in a payload.
+    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        """The vector in a payload; in `out`, if there is one.
 
         >>> from isles.wire.codecs import codecs
         >>> codecs["bf16"].decode(codecs["bf16"].encode(torch.tensor([1.0, -2.5])), 2)
         tensor([ 1.0000, -2.5000])
         """
         self._check_payload(payload, numel)
-        if numel == 0:
-            return torch.empty(0, device=payload.device)
-        values = fused.decode(self, payload, numel)
-        return self._unpacked(payload, numel) if values is None else values
+        values = empty(numel, payload.device) if out is None else out
+        if numel and not fused.decode(self, payload, values):
+            values.copy_(self._unpacked(payload, numel))
+        return values
 
     def accumulate(
         self, payload: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False, divisor: float = 1.0

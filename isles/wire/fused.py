@@ -64,13 +64,9 @@ def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:
     return finite
 
 
-def decode(codec: Codec, payload: Tensor, numel: int) -> Tensor | None:
-    """The values of a payload."""
-    if kernels(codec.kernels) is None:
-        return None
-    values = torch.empty(numel, device=payload.device)
-    finite = _merge(codec, payload, values, 1.0, fresh=True, start=-0.0, divisor=1.0)
-    return None if finite is None else values
+def decode(codec: Codec, payload: Tensor, values: Tensor) -> bool:
+    """Writes the values of a payload; returns whether it did."""
+    return _merge(codec, payload, values, 1.0, fresh=True, start=-0.0, divisor=1.0) is not None
 
 
 def merge(codec: Codec, payload: Tensor, into: Tensor, weight: float, fresh: bool, divisor: float) -> bool | None:

@@ -227,7 +227,7 @@ class _Table:
         size = reduction.piece_numel(numel, self.size, codec)
         pieces = [reduction.split(payload.body, numel, self.size, codec) for payload in payloads]
         means = [reduction.weighted_mean([own[r] for own in pieces], weights, codec, size) for r in range(self.size)]
-        return torch.cat([codec.decode(codec.encode(mean), size) for mean in means])[:numel]
+        return reduction.decode_pieces([codec.encode(mean) for mean in means], codec, numel)
 
     def gather(self, rank: int, number: int, data: bytes) -> list[bytes]:
         self._notes.setdefault(number, {})[rank] = data

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from isles.wire.codecs import Codec
 from isles.wire.message import CHECKSUM, HEADER_BYTES
+from isles.wire.packing import empty
 from isles.wire.world import Payload
 
 Reduction = Literal["auto", "all-gather", "reduce-scatter"]
@@ -72,7 +73,7 @@ def weighted_mean(bodies: Sequence[Tensor], weights: Sequence[float], codec: Cod
     total = sum(scaled)
     if total == 0:
         return torch.zeros(numel)
-    mean = torch.empty(numel)
+    mean = empty(numel)
     if not _add_up(bodies, scaled, codec, mean, divisor=total):  # the sum was too large for fp32, the mean is not
         _add_up(bodies, [weight / total for weight in scaled], codec, mean)
     return mean
@@ -88,6 +89,15 @@ def _add_up(
         last = divisor if number == len(present) else 1.0
         finite = codec.accumulate(body, into, weight, fresh=number == 1, divisor=last)
     return finite
+
+
+def decode_pieces(pieces: Sequence[Tensor], codec: Codec, numel: int) -> Tensor:
+    """The vector whose pieces these are, one after the other; the last ones may reach beyond its end."""
+    size = piece_numel(numel, len(pieces), codec)
+    values = empty(len(pieces) * size)
+    for piece, part in zip(pieces, values.view(len(pieces), size), strict=True):
+        codec.decode(piece, size, out=part)
+    return values[:numel]
 
 
 def _scaled(weights: Sequence[float]) -> list[float]:

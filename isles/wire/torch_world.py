@@ -125,7 +125,7 @@ class TorchWorld:
         means = [
             message.unseal(row, f"the mean of island {rank} ({about})", self.rank) for rank, row in enumerate(sealed)
         ]
-        return torch.cat([codec.decode(mean, size) for mean in means])[: payload.numel]
+        return reduction.decode_pieces(means, codec, payload.numel)
 
     def _gather(self, data: bytes) -> list[bytes]:
         headers = self._exchange_headers(Header.of_note(data))
