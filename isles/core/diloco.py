@@ -104,8 +104,6 @@ class DiLoCo:
         self._total_weight = agreement.at_start(self._link, method, self.weight, self._replica, sync_initial)
         self._outer = OuterSGD.of(method)
         self._states = [self._new_state(fragment) for fragment in self.fragments]
-        self._scratch = max((state.anchor for state in self._states), key=Tensor.numel).clone()
-        """Room for the weights of one fragment, used again and again."""
         self._shelf = Shelf(self._states, check_device(outer_device))
         warm_up({self._codec.kernels, fused_outer.GROUP})
         self._resumed = False
@@ -157,7 +155,7 @@ class DiLoCo:
         begin = time.perf_counter()
         fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
         with record_function("isles.outer_gradient"):
-            delta = outer_gradient(state.anchor, fragment, self._scratch)
+            delta = outer_gradient(state.anchor, fragment)
             if state.residual is not None:
                 delta += state.residual
         with record_function("isles.encode"):
@@ -186,7 +184,7 @@ class DiLoCo:
         fresh = state.rounds[due.round + self.method.delay_rounds] if self.method.update == "eager" else None
         self._outer_step(due, fresh)
         with record_function("isles.mix"):
-            mix(fragment, state.anchor, self.method.mixing, self._scratch)
+            mix(fragment, state.anchor, self.method.mixing)
 
     def _outer_step(self, due: Due, fresh: Sent | None = None) -> None:
         """anchor = OuterOpt(anchor, Delta), where Delta is the mean of the round that is due.

@@ -23,6 +23,7 @@ from torch import Tensor
 from isles.core import fused_outer
 from isles.core.fragments import Fragment
 from isles.core.method import Method
+from isles.wire.packing import empty
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,19 @@ class OuterSGD:
         anchor.sub_(direction * self.lr)
 
 
-def outer_gradient(anchor: Tensor, fragment: Fragment, scratch: Tensor) -> Tensor:
-    """Delta_m = anchor - theta_m, in the memory of `scratch`, if it fits."""
+def outer_gradient(anchor: Tensor, fragment: Fragment) -> Tensor:
+    """Delta_m = anchor - theta_m, a new vector."""
     pairs = fragment.pairs(anchor)
-    if pairs is None or scratch.device != anchor.device:
-        theta = fragment.read(scratch)
+    if pairs is None:
+        theta = fragment.read()
         return torch.sub(anchor, theta, out=theta)
-    delta = scratch[: anchor.numel()]
+    delta = empty(anchor.numel(), anchor.device)
     for (theta, part), into in zip(pairs, delta.split([part.numel() for _, part in pairs]), strict=True):
         torch.sub(part, theta, out=into)
     return delta
 
 
-def mix(fragment: Fragment, anchor: Tensor, alpha: float, scratch: Tensor) -> None:
+def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:
     """theta_m = alpha * theta_m + (1 - alpha) * anchor."""
     if alpha == 0:
         fragment.write(anchor)
@@ -76,7 +77,7 @@ def mix(fragment: Fragment, anchor: Tensor, alpha: float, scratch: Tensor) -> No
         for theta, part in pairs:
             _mix(theta, part, alpha)
     elif alpha < 1:
-        theta = fragment.read(scratch)
+        theta = fragment.read()
         _mix(theta, anchor, alpha)
         fragment.write(theta)
 

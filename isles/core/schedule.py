@@ -15,6 +15,7 @@ fragments are in flight.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from isles.core.method import Method
@@ -51,11 +52,17 @@ class Schedule:
 
     def sends(self, step: int) -> tuple[Due, ...]:
         """The rounds to send after this step, in the order in which every island sends them."""
-        return tuple(
-            Due(p, self._round(p, step))
-            for p, offset in enumerate(self.offsets)
-            if step >= 1 and (step - offset) % self.sync_every == 0
-        )
+        if step < 1:
+            return ()
+        return tuple(Due(p, self._round(p, step)) for p in self._turns.get(step % self.sync_every, ()))
+
+    @functools.cached_property
+    def _turns(self) -> dict[int, list[int]]:
+        """The fragments that have their turn at each place of the period: most steps have nothing to do."""
+        turns: dict[int, list[int]] = {}
+        for fragment, offset in enumerate(self.offsets):
+            turns.setdefault(offset % self.sync_every, []).append(fragment)
+        return turns
 
     def applies(self, step: int) -> tuple[Due, ...]:
         """The rounds whose results are to be applied after this step (after this step's sends)."""
