@@ -195,9 +195,18 @@ class DiLoCo:
         stale = state.rounds.pop(due.round, None)
         delta = self._wait(due, stale)
         with record_function("isles.outer_step"):
-            for own, sign in ((fresh, 1.0), (stale, -1.0)):
-                if own is not None and own.body is not None:
-                    delta = own.add_to(delta, sign * own.share, state.anchor)
+            own = [
+                (sent.codec, sent.body.to(state.anchor.device), sign * sent.share)
+                for sent, sign in ((fresh, 1.0), (stale, -1.0))
+                if sent is not None and sent.body is not None
+            ]
+            if own and delta is not None:
+                delta = delta.clone()  # the mean itself is shared with islands in other threads
+            for codec, body, share in own:
+                if delta is None:
+                    delta = codec.decode(body, state.anchor.numel()).mul_(share)
+                else:
+                    codec.accumulate(body, delta, share)
             if delta is not None:
                 self._outer.update(state.anchor, delta, state.velocity)
 

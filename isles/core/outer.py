@@ -75,14 +75,15 @@ def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:
         fragment.write(anchor)
     elif alpha < 1 and (pairs := fragment.pairs(anchor)) is not None:
         for theta, part in pairs:
-            _mix(theta, part, alpha)
+            mix_vectors(theta, part, alpha)
     elif alpha < 1:
         theta = fragment.read()
-        _mix(theta, anchor, alpha)
+        mix_vectors(theta, anchor, alpha)
         fragment.write(theta)
 
 
-def _mix(theta: Tensor, anchor: Tensor, alpha: float) -> None:
+def mix_vectors(theta: Tensor, anchor: Tensor, alpha: float) -> None:
+    """The same for flat vectors, in place."""
     if fused_outer.available(theta, anchor):
         fused_outer.mix(theta, anchor, alpha)
     else:

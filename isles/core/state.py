@@ -30,16 +30,6 @@ class Sent:
     share: float
     """Eager: which part of `body` the island has added to its anchor ahead of the mean."""
 
-    def add_to(self, delta: Tensor | None, factor: float, like: Tensor) -> Tensor:
-        """A new vector: delta (nothing is zero) plus the own outer gradient times a factor."""
-        assert self.body is not None
-        body = self.body.to(like.device)
-        if delta is None:
-            return self.codec.decode(body, like.numel()).mul_(factor)
-        total = delta.clone()
-        self.codec.accumulate(body, total, factor)
-        return total
-
 
 @dataclass
 class OuterState:
