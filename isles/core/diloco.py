@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from isles.core import agreement, fused_outer
+from isles.core.ahead import Ahead
 from isles.core.arguments import check_arguments, check_device, check_options, check_overlap, engaged
 from isles.core.fragments import Fragment, cut, trainable_parameters
 from isles.core.method import Method
@@ -103,8 +104,16 @@ class DiLoCo:
         self._link = Counted(self.world, self.stats)
         self._total_weight = agreement.at_start(self._link, method, self.weight, self._replica, sync_initial)
         self._outer = OuterSGD.of(method)
+        self._ahead = Ahead(self._outer)
         self._states = [self._new_state(fragment) for fragment in self.fragments]
         self._shelf = Shelf(self._states, check_device(outer_device))
+        self._takes_steps_ahead = (
+            self.schedule.lateness > 0
+            and method.update == "fresh"
+            and outer_device is None
+            and getattr(self.world, "waits_anywhere", False)
+            and all(state.anchor.device.type == "cpu" for state in self._states)
+        )
         warm_up({self._codec.kernels, fused_outer.GROUP})
         self._resumed = False
         self._showing_global = False
@@ -155,29 +164,34 @@ class DiLoCo:
         begin = time.perf_counter()
         fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
         with record_function("isles.outer_gradient"):
-            delta = outer_gradient(state.anchor, fragment)
-            if state.residual is not None:
-                delta += state.residual
-        with record_function("isles.encode"):
-            body = self._codec.encode_if_finite(delta)
-        if self._island.any([body is None])[0]:
+            delta, finite = outer_gradient(state.anchor, fragment, state.residual)
+        if self._island.any([not finite])[0]:
             self._recover(due)
             if state.residual is not None:
                 state.residual.zero_()
         sits_out, state.void = state.void, False
         weight = 0.0 if sits_out else self.weight
-        if sits_out or body is None:
-            body = self._codec.encode(delta.zero_())
+        if sits_out:
+            delta.zero_()
             self.stats.nonfinite_rounds += 1
             self._tell("nonfinite", due)
-        elif state.residual is not None:
-            torch.sub(delta, self._codec.decode(body, fragment.numel), out=state.residual)
-        body = body.cpu()
-        handle = self._link.start(Payload(due.fragment, due.round, self._codec, fragment.numel, weight, body))
         eager = self.method.update == "eager"
+        body = self._encode(delta) if eager or state.residual is not None or delta.device.type != "cpu" else None
+        if state.residual is not None and body is not None and not sits_out:
+            torch.sub(delta, self._codec.decode(body, fragment.numel), out=state.residual)
+        encoded = body if body is not None else lambda: self._encode(delta)  # by the thread that talks, if there is one
+        payload = Payload(due.fragment, due.round, self._codec, fragment.numel, weight, encoded)
+        handle = self._link.start(payload)
         share = weight / self._total_weight if eager else 0.0
-        state.rounds[due.round] = Sent(handle, self._codec, body if eager else None, share)
-        self._count_send(due, handle, body.numel(), fragment.numel, time.perf_counter() - begin)
+        sent = Sent(handle, self._codec, body if eager else None, share)
+        if self._takes_steps_ahead:
+            sent.ahead = self._ahead.step(handle, state)
+        state.rounds[due.round] = sent
+        self._count_send(due, handle, payload.num_bytes, fragment.numel, time.perf_counter() - begin)
+
+    def _encode(self, delta: Tensor) -> Tensor:
+        with record_function("isles.encode"):
+            return self._codec.encode(delta).cpu()
 
     def _apply(self, due: Due) -> None:
         fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
@@ -193,6 +207,11 @@ class DiLoCo:
         """
         state = self._shelf.take(due.fragment)
         stale = state.rounds.pop(due.round, None)
+        if stale is not None and stale.ahead is not None:
+            with self._waiting(due):
+                mean, state.anchor, state.velocity = stale.ahead.result()
+            self._total_weight = mean.total_weight or self._total_weight
+            return
         delta = self._wait(due, stale)
         with record_function("isles.outer_step"):
             own = [
@@ -214,17 +233,23 @@ class DiLoCo:
         """The mean of a round; None if nobody took part, or if there was no such round."""
         if sent is None:
             return None
-        begin = time.perf_counter()
-        with record_function("isles.wait"):
+        with self._waiting(due):
             mean = sent.handle.wait()
-        seconds = time.perf_counter() - begin
-        self.stats.applies += 1
-        self.stats.wait_seconds += seconds
-        self._tell("apply", due, seconds=seconds)
         if not mean.weights:
             return None
         self._total_weight = mean.total_weight
         return mean.values.to(self._shelf.take(due.fragment).anchor.device)
+
+    @contextmanager
+    def _waiting(self, due: Due) -> Iterator[None]:
+        """Counts the time that is spent waiting for a round."""
+        begin = time.perf_counter()
+        with record_function("isles.wait"):
+            yield
+        seconds = time.perf_counter() - begin
+        self.stats.applies += 1
+        self.stats.wait_seconds += seconds
+        self._tell("apply", due, seconds=seconds)
 
     def _recover(self, due: Due) -> None:
         """The island has gone astray: what is not finite goes back to the global value, and its rounds do not count.
@@ -322,6 +347,7 @@ class DiLoCo:
     def close(self) -> None:
         """Takes the hook off the optimizer. Nothing in flight is waited for; `finish()` before it if that matters."""
         self._closed = True
+        self._ahead.close()
         self._hook.remove()
         engaged.discard(self.optimizer)
 

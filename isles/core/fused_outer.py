@@ -27,6 +27,14 @@ def available(*tensors: Tensor) -> bool:
     )
 
 
+def difference(anchor: Tensor, theta: Tensor, into: Tensor) -> bool:
+    """into = anchor - theta; returns whether all of it is finite."""
+    group = kernels(GROUP)
+    assert group is not None
+    assert anchor.shape == theta.shape == into.shape
+    return bool(group["difference"](anchor.numpy(), theta.numpy(), into.numpy()))
+
+
 def update(
     anchor: Tensor, mean: Tensor, velocity: Tensor | None, *, lr: float, momentum: float, nesterov: bool
 ) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from isles.core import fused_outer
 from isles.core.fragments import Fragment
 from isles.core.method import Method
-from isles.wire.packing import empty
+from isles.wire.packing import empty, is_finite
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,23 @@ class OuterSGD:
         anchor.sub_(direction * self.lr)
 
 
-def outer_gradient(anchor: Tensor, fragment: Fragment) -> Tensor:
-    """Delta_m = anchor - theta_m, a new vector."""
+def outer_gradient(anchor: Tensor, fragment: Fragment, residual: Tensor | None) -> tuple[Tensor, bool]:
+    """Delta_m = anchor - theta_m, a new vector, with what error feedback has left; and whether it is finite."""
     pairs = fragment.pairs(anchor)
-    if pairs is None:
-        theta = fragment.read()
-        return torch.sub(anchor, theta, out=theta)
     delta = empty(anchor.numel(), anchor.device)
-    for (theta, part), into in zip(pairs, delta.split([part.numel() for _, part in pairs]), strict=True):
-        torch.sub(part, theta, out=into)
-    return delta
+    finite: list[bool] = []
+    if pairs is None:
+        torch.sub(anchor, fragment.read(), out=delta)
+    else:
+        for (theta, part), into in zip(pairs, delta.split([part.numel() for _, part in pairs]), strict=True):
+            if fused_outer.available(part, theta, into):
+                finite.append(fused_outer.difference(part, theta, into))
+            else:
+                torch.sub(part, theta, out=into)
+    if residual is not None:
+        delta += residual
+    known = residual is None and pairs is not None and len(finite) == len(pairs)
+    return delta, all(finite) if known else is_finite(delta)
 
 
 def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:

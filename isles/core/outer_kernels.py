@@ -8,6 +8,8 @@ is imported from other files of kernels.
 
 from __future__ import annotations
 
+import numpy as np
+
 from isles.compiling import kernel
 
 
@@ -39,12 +41,23 @@ def _mix(theta, anchor, kept, taken):
         theta[i] = theta[i] * kept + anchor[i] * taken
 
 
+@kernel
+def _difference(anchor, theta, into):
+    largest = np.uint32(0)
+    for i in range(anchor.shape[0]):
+        value = anchor[i] - theta[i]
+        into[i] = value
+        largest = max(largest, np.uint32(np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF)))
+    return largest < np.uint32(0x7F800000)  # the bits of infinity; those of NaN are larger
+
+
 _VECTOR = "float32[::1]"
 KERNELS = {
     "outer": {
         "step": (_step, f"void({_VECTOR}, {_VECTOR}, float32)"),
         "momentum": (_momentum, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float32, float32)"),
         "nesterov": (_nesterov, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float32, float32)"),
+        "difference": (_difference, f"boolean({_VECTOR}, {_VECTOR}, {_VECTOR})"),
         "mix": (_mix, f"void({_VECTOR}, {_VECTOR}, float32, float32)"),
     }
 }

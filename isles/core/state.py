@@ -8,6 +8,7 @@ run finds it already there.
 from __future__ import annotations
 
 import copy
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ class Sent:
     """Eager: the own outer gradient, encoded, as it went over the wire."""
     share: float
     """Eager: which part of `body` the island has added to its anchor ahead of the mean."""
+    ahead: Future[tuple[Mean, Tensor, Tensor | None]] | None = None
+    """The outer step with this round, if it is taken beside the training loop (`isles.core.ahead`)."""
 
 
 @dataclass

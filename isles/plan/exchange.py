@@ -106,4 +106,4 @@ def _weightless(numel: int, codec: str) -> Payload:
 
     chosen = codecs[codec]
     body = torch.empty(chosen.num_bytes(numel), dtype=torch.uint8, device="meta")
-    return Payload(fragment=0, round=1, codec=chosen, numel=numel, weight=1.0, body=body)
+    return Payload(fragment=0, round=1, codec=chosen, numel=numel, weight=1.0, encoded=body)

@@ -113,6 +113,6 @@ def _scaled(weights: Sequence[float]) -> list[float]:
 def traffic(form: Reduction, islands: int, payload: Payload) -> int:
     """Bytes that one island sends for a round, and receives, headers and checksums included."""
     if form == "all-gather":
-        return (islands - 1) * (HEADER_BYTES + payload.body.numel())
+        return (islands - 1) * (HEADER_BYTES + payload.num_bytes)
     piece_bytes = payload.codec.num_bytes(piece_numel(payload.numel, islands, payload.codec)) + CHECKSUM.size
     return (islands - 1) * (HEADER_BYTES + 2 * piece_bytes)

@@ -81,6 +81,9 @@ class TorchWorld:
     def size(self) -> int:
         return self._size
 
+    waits_anywhere = True
+    """Any thread may wait for a round."""
+
     def start(self, payload: Payload) -> _Round:
         form = choose(self._reduction, self.size, payload.codec)
         return _Round(self._talker.do(self._exchange, payload, form), reduction.traffic(form, self.size, payload))

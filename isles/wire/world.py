@@ -15,6 +15,8 @@ Two things can go wrong, and both are loud. `LostPeerError`: an island died, or 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,8 +43,19 @@ class Payload:
     codec: Codec
     numel: int
     weight: float
-    body: Tensor
-    """uint8, on the CPU: `codec.encode` of the outer gradient."""
+    encoded: Tensor | Callable[[], Tensor]
+    """uint8, on the CPU: `codec.encode` of the outer gradient. Or a function that makes it, once: a world that has a
+    thread of its own encodes there, beside the training step."""
+
+    @functools.cached_property
+    def body(self) -> Tensor:
+        """What goes over the wire."""
+        return self.encoded() if callable(self.encoded) else self.encoded
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the body."""
+        return self.codec.num_bytes(self.numel)
 
 
 @dataclass(frozen=True)
