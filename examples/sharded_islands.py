@@ -50,6 +50,8 @@ sent = torch.tensor(float(diloco.stats.bytes_sent))
 dist.all_reduce(sent)
 if dist.get_rank() == 0:
     shard = sum(parameter.to_local().numel() for parameter in model.parameters())
-    print(f"loss {loss.item():.4f}; a rank holds {shard:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
+    print(
+        f"loss {loss.item():.4f}; a rank holds {shard:,} of {sum(p.numel() for p in model.parameters()):,} parameters"
+    )
     print(f"all ranks together sent {int(sent):,} bytes")
 dist.destroy_process_group()

@@ -19,10 +19,12 @@ import isles
 COMMANDS = {
     "train": ("isles.train.command", "train a language model on islands, here or as one of many under torchrun"),
     "plan": ("isles.plan.command", "what bandwidth do I need, what will I get"),
+    "lab": ("isles.lab.command", "train over real, slow links: one network namespace per island, on this machine"),
     "report": ("isles.view.report", "compare runs in one self-contained HTML page"),
     "export": ("isles.train.export", "write the global model of a run as safetensors"),
     "sample": ("isles.train.sample_command", "let the global model of a run generate text"),
-    "bench": ("isles.bench", "measure codecs against memcpy, and the engine against the bare loop"),
+    "reproduce": ("isles.reproduce.command", "the papers' findings on one machine, claim by claim"),
+    "bench": ("isles.bench.command", "measure codecs against memcpy, and the engine against the bare loop"),
 }
 
 

@@ -1,115 +1,161 @@
-"""How fast isles is, as ratios measured side by side: codecs against memcpy, the engine against the bare training loop.
-
-Codecs: encode, and decode, of a vector in fp32, on one thread, against `copy_` of the same fp32 bytes into
-existing memory. Engine: the time that isles takes out of an inner step (encode, exchange with nobody, apply),
-on average over whole periods and at its longest, against the step itself. It is read from two hooks on the
-optimizer, one before and one after isles' own.
-"""
+"""`isles bench`: all measurements, or some of them, as tables, as one JSON line, or as the page docs/performance.md."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-import isles
+from isles.bench import codecs, document, engine, islands, memory, scaling, targets
+from isles.bench.engine import Load
+from isles.bench.tables import tables
+
+PARTS = ("codecs", "engine", "islands", "scaling", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is measured."""
+
+    values: int
+    """In the vector that codecs work on."""
+    repeats: int
+    loads: tuple[Load, ...]
+    islands_load: Load
+    sync_every: int
+    parameters: tuple[int, ...]
+    """Of the models whose rounds are measured."""
+    fragments: tuple[int, ...]
+    fragmented_parameters: int
+    rounds: int
+    memory_parameters: int
+    memory_sync_every: int
+
+
+FULL = Sizes(
+    values=10_000_000,
+    repeats=25,
+    loads=(
+        Load(parameters=1_000_000, rows=256, periods=5, bare_steps=10),
+        Load(parameters=10_000_000, rows=256, periods=3, bare_steps=5),
+        Load(parameters=10_000_000, rows=256, periods=2, bare_steps=5, outer_device="cpu"),
+        Load(parameters=100_000_000, rows=64, periods=2, bare_steps=2),
+    ),
+    islands_load=Load(parameters=10_000_000, rows=256, periods=2, bare_steps=5),
+    sync_every=100,
+    parameters=(1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000),
+    fragments=(1, 2, 4, 8, 16, 32, 64),
+    fragmented_parameters=10_000_000,
+    rounds=7,
+    memory_parameters=2_400_000,
+    memory_sync_every=48,
+)
+QUICK = Sizes(
+    values=100_000,
+    repeats=3,
+    loads=(Load(parameters=50_000, rows=4, periods=2, bare_steps=2),),
+    islands_load=Load(parameters=50_000, rows=4, periods=2, bare_steps=2),
+    sync_every=20,
+    parameters=(50_000, 200_000),
+    fragments=(1, 4),
+    fragmented_parameters=100_000,
+    rounds=2,
+    memory_parameters=40_000,
+    memory_sync_every=24,
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `isles bench`."""
     parser.add_argument(
-        "--parameters", type=float, default=10e6, help="size of the model and of the vector (default 10e6)"
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"what to measure: {', '.join(PARTS)} (default: all, in some ten minutes)",
     )
-    parser.add_argument("--sync-every", type=int, default=100, help="H, for the engine (default 100)")
-    parser.add_argument("--batch", type=int, default=256, help="rows in a training batch (default 256)")
-    parser.add_argument("--periods", type=int, default=2, help="periods of H steps to measure (default 2)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
+    parser.add_argument("--quick", action="store_true", help="everything on a small scale, in seconds: a trial")
+    parser.add_argument(
+        "--document", type=Path, metavar="FILE", help="write the results as a page, such as docs/performance.md"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures, prints two tables, returns the numbers."""
-    for name in ("parameters", "sync_every", "batch", "periods", "threads"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g} must be at least 1")
+    """Measures, prints a table for each part as it is done, returns the numbers."""
+    parts = args.parts or list(PARTS)
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join(PARTS)}")
+    if args.document and set(parts) != set(PARTS):
+        raise ValueError("--document needs all parts: leave them out on the command line")
     threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # as many cores as `copy_` of the yardstick has
     try:
-        codecs = bench_codecs(int(args.parameters))
-        print(f"codecs, {args.parameters:,.0f} values, speed against copy_ of the same fp32 bytes\n")
-        print(f"{'codec':<12} {'bits/value':>10} {'encode':>8} {'decode':>8}")
-        for name, row in codecs.items():
-            print(f"{name:<12} {row['bits']:>10.3f} {row['encode']:>7.3f}x {row['decode']:>7.3f}x")
-        engine = bench_engine(int(args.parameters), args.sync_every, args.batch, args.periods)
+        result = measure(parts, QUICK if args.quick else FULL)
     finally:
         torch.set_num_threads(threads)
-    print(
-        f"\nengine, {engine['parameters']:,} parameters, H = {args.sync_every}, streaming in e3m0, one island alone\n"
-    )
-    print(f"bare step             {engine['step_seconds'] * 1e3:9.2f} ms")
-    print(f"isles, mean per step  {engine['isles_seconds'] * 1e3:9.2f} ms  {engine['overhead']:7.2%} of the bare step")
-    print(f"isles, longest step   {engine['longest_seconds'] * 1e3:9.2f} ms")
-    return {"codecs": codecs, "engine": engine}
-
-
-def bench_codecs(numel: int) -> dict[str, dict[str, float]]:
-    """For every codec: bits a value, and the speed of encode and decode as a fraction of memcpy's."""
-    source = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-    target = torch.empty_like(source)
-    result = {}
-    for name, codec in isles.codecs.items():
-        payload = codec.encode(source)
-        copy, encode, decode = _fastest(
-            lambda: target.copy_(source), lambda: codec.encode(source), lambda: codec.decode(payload, numel)  # noqa: B023
-        )  # fmt: skip
-        result[name] = {"bits": 8 * payload.numel() / numel, "encode": copy / encode, "decode": copy / decode}
+    result["command"] = " ".join(["isles bench", *(["--quick"] if args.quick else []), *args.parts])
+    if args.document:
+        result["command"] += f" --document {args.document}"
+        document.write(result, args.document)
+        print(f"written: {args.document}")
     return result
 
 
-def bench_engine(parameters: int, sync_every: int, batch: int, periods: int) -> dict[str, float]:
-    """The cost of isles in a training step, against the step without it."""
-    width = max(8, int((parameters / 8) ** 0.5))
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    rows = torch.randn(batch, width, generator=torch.Generator().manual_seed(0))
-    marks: list[float] = []
-    note = lambda *_: marks.append(time.perf_counter())
-    before = optimizer.register_step_post_hook(note)
-    steps, inside = [], []
-    with isles.DiLoCo(model, optimizer, isles.Method.streaming(sync_every=sync_every)):
-        after = optimizer.register_step_post_hook(note)
-        for step in range(1 + periods * sync_every):
-            begin = time.perf_counter()
-            model(rows).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            total = time.perf_counter() - begin
-            spent = marks[-1] - marks[-2]
-            if step:  # the first step allocates
-                steps.append(total - spent)
-                inside.append(spent)
-        before.remove()
-        after.remove()
-    bare, spent = statistics.median(steps), statistics.fmean(inside)
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "step_seconds": bare,
-        "isles_seconds": spent,
-        "longest_seconds": max(inside),
-        "overhead": spent / bare,
-    }
+def measure(parts: list[str], sizes: Sizes) -> dict[str, Any]:
+    """The numbers of some parts, and what they say about the targets."""
+    result: dict[str, Any] = {"machine": _machine(), "values": sizes.values}
+    for part in PARTS:
+        if part in parts:
+            print(f"measuring: {part}", file=sys.stderr, flush=True)
+            found = _MEASURES[part](sizes)
+            result.update(found)
+            for table in tables(found).values():
+                print(table.text() + "\n", flush=True)
+    result["checks"] = targets.check(result)
+    if result["checks"]:
+        print(tables({"checks": result["checks"]})["checks"].text())
+    return result
 
 
-def _fastest(*actions: Callable[[], object], repeats: int = 5) -> list[float]:
-    """Seconds of each action at its best, taken in turns so that all see the same machine."""
-    best = [float("inf")] * len(actions)
-    for _ in range(repeats):
-        for index, action in enumerate(actions):
-            begin = time.perf_counter()
-            action()
-            best[index] = min(best[index], time.perf_counter() - begin)
-    return best
+def _codecs(sizes: Sizes) -> dict[str, Any]:
+    return {"codecs": codecs.measure(sizes.values, sizes.repeats)}
+
+
+def _engine(sizes: Sizes) -> dict[str, Any]:
+    rows = [engine.measure(load, sizes.sync_every) for load in sizes.loads]
+    return {"engine": rows, "phases": engine.phases(sizes.islands_load.parameters, sizes.sync_every)}
+
+
+def _islands(sizes: Sizes) -> dict[str, Any]:
+    return {"islands": islands.measure(sizes.islands_load, sizes.sync_every)}
+
+
+def _scaling(sizes: Sizes) -> dict[str, Any]:
+    rows = scaling.measure(sizes.parameters, sizes.fragments, sizes.fragmented_parameters, sizes.rounds)
+    return {"scaling": rows}
+
+
+def _memory(sizes: Sizes) -> dict[str, Any]:
+    return {"memory": memory.measure(sizes.memory_parameters, sizes.memory_sync_every)}
+
+
+_MEASURES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
+    "codecs": _codecs,
+    "engine": _engine,
+    "islands": _islands,
+    "scaling": _scaling,
+    "memory": _memory,
+}
+
+
+def _machine() -> str:
+    """As much as is worth knowing about a number."""
+    cores = os.cpu_count() or 1
+    return (
+        f"{cores} core{'s' * (cores > 1)}, {'with a GPU that is not used' if torch.cuda.is_available() else 'CPU only'}"
+    )

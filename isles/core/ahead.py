@@ -50,9 +50,7 @@ class Ahead:
     def _take(self, mean: Mean, state: OuterState) -> Result:
         if not mean.weights:
             return mean, state.anchor, state.velocity
-        anchor, velocity = state.anchor.clone(), None if state.velocity is None else state.velocity.clone()
-        self._outer.update(anchor, mean.values, velocity)
-        return mean, anchor, velocity
+        return mean, *self._outer.updated(state.anchor, mean.values, state.velocity)
 
     def close(self) -> None:
         """Lets the thread end when it has nothing more to do."""

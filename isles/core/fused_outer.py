@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isles.compiling import kernels, register
 from isles.wire.fused import applies
+from isles.wire.packing import empty
 
 GROUP = "outer"
 register("isles.core.outer_kernels", [GROUP])
@@ -48,6 +49,17 @@ def update(
     assert velocity.shape == anchor.shape
     step = group["nesterov" if nesterov else "momentum"]
     step(anchor.numpy(), mean.numpy(), velocity.numpy(), np.float32(lr), np.float32(momentum))
+
+
+def updated(anchor: Tensor, mean: Tensor, velocity: Tensor, *, lr: float, momentum: float) -> tuple[Tensor, Tensor]:
+    """Anchor and velocity after a step with Nesterov momentum, in new memory."""
+    group = kernels(GROUP)
+    assert group is not None
+    assert mean.shape == anchor.shape == velocity.shape
+    after, speed = empty(anchor.numel()), empty(anchor.numel())
+    numbers = np.float32(lr), np.float32(momentum)
+    group["nesterov_ahead"](anchor.numpy(), mean.numpy(), velocity.numpy(), *numbers, after.numpy(), speed.numpy())
+    return after, speed
 
 
 def mix(theta: Tensor, anchor: Tensor, alpha: float) -> None:

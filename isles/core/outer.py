@@ -56,6 +56,14 @@ class OuterSGD:
         direction = velocity.mul(self.momentum).add_(mean) if self.nesterov else velocity
         anchor.sub_(direction * self.lr)
 
+    def updated(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The same in new memory: anchor and velocity after the step."""
+        if velocity is not None and self.nesterov and fused_outer.available(anchor, mean, velocity):
+            return fused_outer.updated(anchor, mean, velocity, lr=self.lr, momentum=self.momentum)
+        anchor, velocity = anchor.clone(), None if velocity is None else velocity.clone()
+        self.update(anchor, mean, velocity)
+        return anchor, velocity
+
 
 def outer_gradient(anchor: Tensor, fragment: Fragment, residual: Tensor | None) -> tuple[Tensor, bool]:
     """Delta_m = anchor - theta_m, a new vector, with what error feedback has left; and whether it is finite."""

@@ -36,6 +36,14 @@ def _nesterov(anchor, mean, velocity, lr, momentum):
 
 
 @kernel
+def _nesterov_ahead(anchor, mean, velocity, lr, momentum, new_anchor, new_velocity):
+    for i in range(anchor.shape[0]):
+        speed = velocity[i] * momentum + mean[i]
+        new_velocity[i] = speed
+        new_anchor[i] = anchor[i] - (speed * momentum + mean[i]) * lr
+
+
+@kernel
 def _mix(theta, anchor, kept, taken):
     for i in range(theta.shape[0]):
         theta[i] = theta[i] * kept + anchor[i] * taken
@@ -57,6 +65,10 @@ KERNELS = {
         "step": (_step, f"void({_VECTOR}, {_VECTOR}, float32)"),
         "momentum": (_momentum, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float32, float32)"),
         "nesterov": (_nesterov, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float32, float32)"),
+        "nesterov_ahead": (
+            _nesterov_ahead,
+            f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float32, float32, {_VECTOR}, {_VECTOR})",
+        ),
         "difference": (_difference, f"boolean({_VECTOR}, {_VECTOR}, {_VECTOR})"),
         "mix": (_mix, f"void({_VECTOR}, {_VECTOR}, float32, float32)"),
     }

@@ -14,7 +14,7 @@ from isles.core.method import Method
 from isles.train import setup
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
-from isles.train.launch import launch, watching
+from isles.train.launch import LOST_PEER, STOPPED, launch, watching
 from isles.view import report
 from isles.view.runs import Run
 from isles.view.table import table
@@ -50,6 +50,17 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _one_rank(wanted: setup.Setup) -> dict[str, Any] | None:
     """Under torchrun every rank runs this very command. Each machine has its own disk, or all share one."""
+    from isles.train.loop import Stopped
+    from isles.wire.world import LostPeerError
+
+    try:
+        return _join_and_train(wanted)
+    except (LostPeerError, Stopped) as reason:
+        print(f"isles train: {reason}; continue with the same command and --resume", file=sys.stderr, flush=True)
+        os._exit(STOPPED if isinstance(reason, Stopped) else LOST_PEER)  # threads may still wait for a lost island
+
+
+def _join_and_train(wanted: setup.Setup) -> dict[str, Any] | None:
     from isles.train.loop import Trainer
     from isles.train.place import find_place, leave
 

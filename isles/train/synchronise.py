@@ -180,4 +180,7 @@ class DataParallel:
 
 
 def _size_of(model: nn.Module) -> dict[str, int]:
-    return {"parameters": sum(p.numel() for p in model.parameters()), "layers": len(find_layers(model))}
+    layers, total = find_layers(model), sum(parameter.numel() for parameter in model.parameters())
+    named = dict(model.named_parameters())
+    inside = sum(named[name].numel() for layer in layers for name in layer if name in named)
+    return {"parameters": total, "layers": len(layers), "outside_parameters": total - inside}

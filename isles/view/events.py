@@ -5,7 +5,8 @@ looks at a run (progress display, report, TensorBoard) reads only this. Every ev
 seconds since the epoch. A number that is not finite is written as null. `island` counts from 0, `step` from 1.
 
     config      island, islands, name, config {..}, method {fields of isles.Method} or null for data-parallel,
-                method_name, parameters, layers, fragments [{numel, layers: "0,3"}], tokens_per_step (all islands)
+                method_name, parameters, layers, outside_parameters (outside the layers), fragments [{numel, layers:
+                "0,3"}], tokens_per_step (all islands)
     step        island, step, loss, learning_rate, seconds (of the step), wait_seconds (the part spent waiting for the
                 network), bytes_sent (by this island, in this step), tokens (of all islands, so far)
     send        island, step, fragment, round, num_bytes

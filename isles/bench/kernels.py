@@ -1,0 +1,23 @@
+"""With and without compiled kernels in one process: codecs run in PyTorch inside `without_kernels`.
+
+That is what runs on a GPU, and on a CPU where there is no numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from isles import compiling
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Hides all kernels from the whole process for a while, as ISLES_FUSED=0 does from the beginning."""
+    compiling.warm_up()  # nothing is compiled meanwhile
+    ready = dict(compiling._ready)
+    compiling._ready.clear()
+    try:
+        yield
+    finally:
+        compiling._ready.update(ready)

@@ -1,0 +1,57 @@
+"""What the numbers must show, one row each: the claim, the bound, what was measured, and whether it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from isles.bench.engine import label
+
+OVERHEAD_PARAMETERS, OVERHEAD_STEP_SECONDS = (9e6, 11e6), 0.1
+"""The overhead is promised for models of this size, where a bare step takes at least so long."""
+
+
+def check(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All claims that can be checked with these results.
+
+    >>> [row["met"] for row in check({"scaling": {"exponent": 1.02, "growth": 0.9}})]
+    [True, True]
+    """
+    return [*_codecs(result.get("codecs", {})), *_engine(result), *_scaling(result), *_memory(result)]
+
+
+def _codecs(codecs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for name in ("e3m0", "int8", "bf16"):
+        if name in codecs:
+            yield _at_least(f"{name}: encode against memcpy", codecs[name]["encode_into"], 0.7)
+            yield _at_least(f"{name}: decode and accumulate against memcpy", codecs[name]["accumulate"], 0.6)
+
+
+def _engine(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for row in result.get("engine", []):
+        smallest, largest = OVERHEAD_PARAMETERS
+        if smallest <= row["parameters"] <= largest and row["bare_seconds"] >= OVERHEAD_STEP_SECONDS:
+            yield _at_most(f"engine: share of the step, {label(row)}", row["overhead"], 0.01)
+            yield _at_most(f"engine: longest step against the median, {label(row)}", row["longest_step"], 1.5)
+
+
+def _scaling(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if scaling := result.get("scaling"):
+        yield _at_most("cost of a round: exponent in the number of parameters", scaling["exponent"], 1.1)
+        yield _at_most("cost of a round: most fragments against one", scaling["growth"], 1.15)
+
+
+def _memory(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if memory := result.get("memory"):
+        naive, shelved = memory["DiLoCo, one fragment"], memory["streaming, outer state on the host"]
+        yield _at_most("memory at rest against data-parallel, in one fragment (5/3)", naive["rest"], 1.67)
+        yield _at_most("memory at rest against data-parallel, outer state on the host", shelved["rest"], 1.1)
+        yield _at_most("peak memory against data-parallel, outer state on the host", shelved["peak"], 1.1)
+
+
+def _at_least(claim: str, value: float, bound: float) -> dict[str, Any]:
+    return {"claim": claim, "bound": f"at least {bound:g}", "value": value, "met": value >= bound}
+
+
+def _at_most(claim: str, value: float, bound: float) -> dict[str, Any]:
+    return {"claim": claim, "bound": f"at most {bound:g}", "value": value, "met": value <= bound}

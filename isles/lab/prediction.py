@@ -1,0 +1,90 @@
+"""What the planner says about a run in the laboratory, given what was measured of it: step time and bandwidth.
+
+The planner's bandwidth is that of the line, and it adds the headers of Ethernet, IP and TCP itself. What the transfer
+measured is payload. So the planner is told of a line that would carry just that payload.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from isles.core.method import Method
+from isles.plan import Island, Link, Workload, predict
+from isles.plan.coding import Coding, measure
+from isles.plan.exchange import FRAMING
+from isles.view.events import Event
+
+OUTSIDE = "outside the layers"
+
+
+def workload_of(config: Event, step_seconds: float, ranks: int = 1) -> Workload:
+    """The model of a run, as its config event describes it."""
+    fragments = config.get("fragments") or []
+    outside = sum(int(each["numel"]) for each in fragments if each["layers"] == OUTSIDE)
+    return Workload(
+        name=str(config.get("name") or "run"),
+        parameters=int(config["parameters"]),
+        layers=max(1, int(config["layers"])),
+        step_seconds=step_seconds,
+        outside_parameters=int(config.get("outside_parameters", outside)),
+        ranks=ranks,
+        tokens_per_step=float(config.get("tokens_per_step") or 0.0),
+    )
+
+
+def coding_of(config: Event, processes: int, timed: bool) -> Coding | None:
+    """How fast this machine encodes and decodes for a run, measured at the size of its largest fragment.
+
+    All islands of the laboratory encode at the same step, on the same cores: where there are more processes than cores,
+    each gets its share of them. The threads that decode share the cores with those that train, unless these sleep.
+    """
+    if not config["method"]:
+        return None
+    largest = max((int(each["numel"]) for each in config["fragments"]), default=int(config["parameters"]))
+    alone = _measured(config["method"]["codec"], largest)
+    training = 0 if timed else processes
+    crowd, talkers = (max(1.0, busy / (os.cpu_count() or 1)) for busy in (processes, processes + training))
+    return Coding(
+        encode_per_second=alone.encode_per_second / crowd,
+        decode_per_second=alone.decode_per_second / talkers,
+        apply_per_second=alone.apply_per_second / crowd,
+    )
+
+
+_measured = functools.lru_cache(maxsize=None)(measure)
+
+
+def predicted(
+    config: Event,
+    reference: Sequence[float],
+    payload_bits_per_second: Sequence[float],
+    *,
+    latency_seconds: float = 0.0,
+    ranks: int = 1,
+) -> dict[str, Any]:
+    """`planned_utilization` and what goes with it; None where the planner has no model of the run."""
+    method = Method(**config["method"]) if config["method"] else None
+    if ranks > 1 and method is None:
+        return {"planned_utilization": None, "planned_step_seconds": None, "planned_bytes_sent": None}
+    rates = [FRAMING * rate for rate in payload_bits_per_second]
+    slowest = [min(rate, rates[island - 1]) for island, rate in enumerate(rates)]
+    fleet = [
+        Island(step_seconds=seconds, link=Link.symmetric(rate, latency_seconds))
+        for seconds, rate in zip(reference, slowest, strict=True)
+    ]
+    found = predict(
+        workload_of(config, max(reference), ranks),
+        fleet,
+        method,
+        reduction=(config.get("config") or {}).get("reduction", "auto"),
+        coding=coding_of(config, len(fleet) * ranks, timed=(config.get("config") or {}).get("model") == "timed"),
+    )
+    steps, islands = int(config["config"]["steps"]), len(fleet)
+    return {
+        "planned_utilization": float(found.utilisation),
+        "planned_step_seconds": float(found.step_seconds),
+        "planned_bytes_sent": round(found.bytes_per_step * steps * islands),
+    }

@@ -1,0 +1,114 @@
+"""What runs on the islands: `isles train`, or `isles.lab.timed`, whose compute is a timed sleep; and their flags.
+
+Flags are read here before anything is built, so that a mistake in them is told at once and not by every island. The
+same reading gives the *reference*: the same model, data and batches without any synchronisation, which is
+data-parallel training on one island alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from isles import flags
+from isles.core.method import Method
+from isles.train.config import TrainConfig
+from isles.train.setup import Setup
+
+QUIET = {"eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
+"""What the laboratory sets, unless told otherwise: nothing but steps between the first step and the last."""
+NOT_THE_USERS = ("run", "run_dir", "islands", "overwrite")
+MANY = 1_000_000
+NOT_IN_REFERENCE = ("resume", "method", "island_data", "evals", "reduction", *QUIET)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are exceptions."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"after `--`: {message} (see {self.prog} --help)")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and the flags it was given, checked."""
+
+    name: str
+    start: tuple[str, ...]
+    """What torchrun is told to start."""
+    arguments: tuple[str, ...]
+    """The user's flags, as they were written."""
+    chosen: Mapping[str, Any]
+    """The user's flags that are fields of the configuration."""
+    sets: Mapping[str, Any]
+    """Fields that the laboratory sets; the user's flags win."""
+    config: Any
+    """Both together."""
+
+    def flags_of_run(self, folder: Path) -> list[str]:
+        """What an island of the run is told."""
+        return [*self.start, "--run-dir", str(folder), *_as_flags(self.sets), *self.arguments]
+
+    def flags_of_reference(self, folder: Path, island: int) -> list[str]:
+        """What an island is told that trains alone, for as long as it is left to."""
+        kept = {name: value for name, value in self.chosen.items() if name not in NOT_IN_REFERENCE}
+        sources = self.config.island_sources() if isinstance(self.config, TrainConfig) else []
+        if sources:
+            kept["data"] = sources[island]
+        alone = {**self.sets, **kept, "method": "data-parallel", "steps": MANY}
+        alone.pop("islands", None)
+        return [*self.start, "--run-dir", str(folder), *_as_flags(alone)]
+
+
+def train(arguments: Sequence[str], islands: int, ranks: int = 1) -> Program:
+    """`isles train` with the user's flags. Raises ValueError for what cannot be."""
+    cores = max(1, (os.cpu_count() or 1) // (islands * ranks))
+    sets = {**QUIET, "islands": islands, "threads": cores}
+    chosen, knobs = _read(arguments, TrainConfig, "isles train")
+    config = TrainConfig(**{**sets, **chosen})
+    Setup(config, knobs).method()
+    return Program("isles train", ("-m", "isles.cli", "train"), tuple(arguments), chosen, sets, config)
+
+
+def timed(arguments: Sequence[str]) -> Program:
+    """`isles.lab.timed` with the user's flags. Raises ValueError for what cannot be."""
+    from isles.lab.timed import TimedConfig
+
+    chosen, knobs = _read(arguments, TimedConfig, "isles.lab.timed")
+    config = TimedConfig(**chosen)
+    Setup(config.as_train_config(), knobs).method()
+    return Program("isles.lab.timed", ("-m", "isles.lab.timed"), tuple(arguments), chosen, {}, config)
+
+
+def _read(arguments: Sequence[str], config: type, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of the configuration, and of the method, that the flags give."""
+    parser = _Parser(prog=name, add_help=False)
+    flags.add(parser, config, "the run")
+    flags.add(parser, Method, "the method")
+    args = parser.parse_args(list(arguments))
+    chosen, knobs = flags.given(args, config), flags.given(args, Method)
+    for field in NOT_THE_USERS:
+        if field in chosen:
+            flag = "--" + field.replace("_", "-")
+            raise ValueError(f"{flag} is set by the laboratory: give --run, --islands or --overwrite before `--`")
+    return chosen, knobs
+
+
+def _as_flags(fields: Mapping[str, Any]) -> list[str]:
+    """Fields of a configuration as flags.
+
+    >>> _as_flags({"eval_every": 0, "resume": True, "wandb": "a project"})
+    ['--eval-every=0', '--resume', '--wandb=a project']
+    """
+    found = []
+    for name, value in fields.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            found.append(f"--{flag}={value}")
+    return found

@@ -1,0 +1,209 @@
+"""One run in the laboratory, from the bare machine to one record.
+
+    build      namespaces, bridge, shaped links
+    verify     a transfer from every island to the next one, at the same time
+    reference  every island trains alone for a few steps
+    run        torchrun on every island; the kernel's counters are read along the way
+    predict    the planner, with the step time and the bandwidth that were measured
+
+All files are in one folder: `run/` is the run itself, as `isles train` leaves it, `node-I.log` what each island
+printed, `reference/` the same of the reference, `lab.json` the record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import isles
+from isles.lab import figures, nodes, prediction, reference, transfer
+from isles.lab.network import DEVICE, Network, check_islands
+from isles.lab.programs import Program
+from isles.lab.shaping import Shape
+from isles.plan.quantities import format_bandwidth
+from isles.train.config import TrainConfig
+from isles.train.launch import watching
+from isles.view import events, units
+
+RECORD = "lab.json"
+GRACE_SECONDS = 20.0
+"""How long after its time-out an island may need to say that it has lost the others."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the islands and their links are like, and how to measure."""
+
+    folder: Path
+    islands: int = 2
+    bandwidth: float = 100e6
+    """Of every link, in each direction, bit/s."""
+    latency: float = 0.0
+    loss: float = 0.0
+    mtu: int = 9000
+    ranks: int = 1
+    """Processes on each island."""
+    reference_steps: int = 20
+    """0: no reference, and then neither utilisation nor prediction."""
+    reference_twice: bool = False
+    """Before the run and after it: what else keeps the machine busy may change meanwhile."""
+    timeout_seconds: float = 3600.0
+    """How long the run may take."""
+
+    def __post_init__(self) -> None:
+        check_islands(self.islands)
+        Shape(bits_per_second=self.bandwidth, latency_seconds=self.latency, loss=self.loss, mtu=self.mtu)
+        for flag, value, least in (("nproc", self.ranks, 1), ("reference-steps", self.reference_steps, 0)):
+            if value < least:
+                raise ValueError(f"--{flag} {value} must be at least {least}")
+
+    def network(self) -> Network:
+        """Builds it."""
+        return Network(self.islands, self.bandwidth, latency=self.latency, loss=self.loss, mtu=self.mtu)
+
+
+def claim(folder: Path, *, overwrite: bool, resume: bool = False) -> None:
+    """Makes the folder, or refuses to touch what is in it."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--run {folder} is a file: name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not resume:
+        if not overwrite:
+            raise ValueError(f"--run {folder} exists: add --overwrite to replace it, or name another")
+        if not (folder / "node-0.log").exists() and not (folder / "reference").exists():
+            raise ValueError(f"--overwrite replaces runs of the laboratory, and {folder} is none: name another")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def run(options: Options, program: Program, say: Say) -> dict[str, Any]:
+    """A program of isles on the islands: the record, with all that was measured and predicted."""
+    folder = options.folder
+    references: list[list[float]] = []
+    with options.network() as network:
+        record = _described(options, network, say)
+        if options.reference_steps:
+            references.append(_reference(options, network, program, "reference", say))
+        flags = program.flags_of_run(folder / "run")
+        commands = [nodes.torchrun(network, island, flags, ranks=options.ranks) for island in range(options.islands)]
+        say(f"running on {options.islands} islands: {program.name} {' '.join(program.arguments)}")
+        with watching(TrainConfig(run=str(folder / "run"), steps=program.config.steps)):
+            samples = _run_to_the_end(network, options, commands, program.config.timeout_seconds)
+        if options.reference_steps and options.reference_twice:
+            references.append(_reference(options, network, program, "reference-after", say))
+    alone = [statistics.fmean(each) for each in zip(*references, strict=True)]
+    record["reference_step_seconds_each"] = references
+    log = events.read(folder / "run")
+    record |= {"program": program.name, "flags": list(program.arguments), "run_dir": str(folder / "run")}
+    record |= figures.of_run(log, samples, alone or None)
+    config = next(event for event in log if event["event"] == "config")
+    record |= {"knobs": config["method"], "layers": config["layers"], "fragments": config["fragments"]}
+    if alone and record["bandwidth_measured_by_island"]:
+        rates = record["bandwidth_measured_by_island"]
+        record |= prediction.predicted(config, alone, rates, latency_seconds=options.latency, ranks=options.ranks)
+    return _written(folder, record)
+
+
+def _reference(options: Options, network: Network, program: Program, name: str, say: Say) -> list[float]:
+    say(f"reference: every island alone, {options.reference_steps} steps")
+    folder = options.folder / name
+    alone = reference.measure(network, program, folder, steps=options.reference_steps, ranks=options.ranks)
+    say(f"reference: {', '.join(f'{1e3 * each:.4g}' for each in alone)} ms a step")
+    return alone
+
+
+def run_command(options: Options, command: Sequence[str], say: Say) -> dict[str, Any]:
+    """Any command on every island; {island}, {islands}, {address}, {host}, {port}, {interface} stand for what they
+    say, {host} for the address of island 0.
+    """
+    with options.network() as network:
+        record = _described(options, network, say)
+        commands = [[_filled(word, network, island) for word in command] for island in range(options.islands)]
+        say(f"running on {options.islands} islands: {' '.join(command)}")
+        begin = time.monotonic()
+        samples = _run_to_the_end(network, options, commands, GRACE_SECONDS)
+        counted = figures.between(samples, 0.0, float("inf"))
+    record |= {
+        "command": list(command),
+        "wall_seconds": time.monotonic() - begin,
+        "kernel_bytes": sum(each.sent_bytes for each in counted),
+        "kernel_bytes_by_island": [each.sent_bytes for each in counted],
+        "kernel_bytes_received_by_island": [each.received_bytes for each in counted],
+    }
+    return _written(options.folder, record)
+
+
+def _described(options: Options, network: Network, say: Say) -> dict[str, Any]:
+    """What the links are and what they carry."""
+    say(f"built {options.islands} islands, {format_bandwidth(options.bandwidth)} each way")
+    measured, wanted = transfer.verify(network), network.shapes[0].goodput_bits_per_second
+    rates = ", ".join(f"{each / 1e6:.4g}" for each in measured)
+    say(f"verified: the links carry {rates} Mbit/s of payload ({wanted / 1e6:.4g} expected, MTU {options.mtu})")
+    return {
+        "version": isles.__version__,
+        "islands": options.islands,
+        "ranks": options.ranks,
+        "bandwidth": options.bandwidth,
+        "latency_seconds": options.latency,
+        "loss": options.loss,
+        "mtu": options.mtu,
+        "congestion_control": network.congestion_control(),
+        "bandwidth_expected": wanted,
+        "bandwidth_measured": min(measured, default=None),
+        "bandwidth_measured_by_island": measured,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _run_to_the_end(
+    network: Network, options: Options, commands: Sequence[Sequence[str]], patience_seconds: float
+) -> list[figures.Sample]:
+    """Runs a command on each island; what the kernel counted meanwhile. Ends the program if one of them fails."""
+    samples: list[figures.Sample] = []
+
+    def sample() -> None:
+        samples.append((time.time(), [network.counters(island) for island in range(options.islands)]))
+
+    sample()
+    started = nodes.start(network, options.folder, commands)
+    codes = nodes.wait(
+        started, seconds=options.timeout_seconds, grace_seconds=patience_seconds + GRACE_SECONDS, tick=sample
+    )
+    sample()
+    if any(codes):
+        said = "\n".join(f"  island {node.island}: {node.complaint()}" for node in started if node.process.poll() != 0)
+        raise SystemExit(f"isles lab: the run failed; all that was said: {options.folder}/node-*.log\n{said}")
+    if None in codes:
+        raise SystemExit(
+            f"isles lab: the run did not end within {units.duration(options.timeout_seconds)}: give it a longer "
+            f"--timeout, or fewer steps (all that was said: {options.folder}/node-*.log)"
+        )
+    return samples
+
+
+def _filled(word: str, network: Network, island: int) -> str:
+    values = {
+        "island": str(island),
+        "islands": str(len(network.islands)),
+        "address": network.address(island),
+        "host": network.address(0),
+        "port": str(nodes.PORT),
+        "interface": DEVICE,
+    }
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word
+
+
+def _written(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    return record

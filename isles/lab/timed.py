@@ -1,0 +1,280 @@
+"""Islands whose compute is a timed sleep, to measure communication with more islands than there are cores.
+
+    torchrun --nproc-per-node 4 -m isles.lab.timed --steps 256 --method streaming --sync-every 128 --run-dir runs/timed
+
+A real training step keeps a core busy, so four islands on two cores would slow each other down and be blamed on
+the network. Here a step *waits* as long as an accelerator would compute, and everything else is real: the engine, the
+codec, the outer optimizer, the processes and the bytes.
+
+The model, its passes and its optimizer are in `isles.lab.timed_model`. Nothing is learned and there is no loss.
+
+Events and the final JSON line are those of `isles train`; `cpu_seconds_per_step` (all threads of an island, those that
+encode and move bytes included) says whether the cores were free enough for the figures to mean anything.
+
+Published for plain DiLoCo in fp32 with 30.8M parameters, 4 workers and H = 128: utilisation 11.6 % at 50 Mbit/s, 36.1 %
+at 200 Mbit/s, 71.5 % at 1 Gbit/s. `published_step_seconds` finds the step that fits these best; the default is a little
+shorter, which is harder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import isles
+from isles import flags
+from isles.core.method import Method
+from isles.lab.timed_model import SliceSGD, TimedModel
+from isles.train.config import MethodName, TrainConfig
+from isles.train.launch import FAILED, LOST_PEER, USER_MISTAKE
+from isles.train.loop import Totals
+from isles.train.place import Place, find_place, leave
+from isles.train.setup import Setup
+from isles.train.synchronise import DataParallel, Islands, Synchroniser
+from isles.view import events
+from isles.view.runs import Run
+from isles.view.table import table
+
+PUBLISHED_UTILIZATION = {50e6: 0.116, 200e6: 0.361, 1e9: 0.715}
+"""Bits per second -> compute utilisation, of another implementation (see above)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedConfig:
+    """A timed run."""
+
+    run_dir: str = ""
+    """Folder of the run, for events.jsonl (default: runs/timed-METHOD)."""
+    parameters: float = 30.8e6
+    """N: parameters of the model."""
+    layers: int = 8
+    """L: layers of the model."""
+    step_seconds: float = 0.03
+    """T: what a step takes without communication."""
+    steps: int = 256
+    """Inner steps of each island."""
+    method: MethodName = "streaming"
+    """How islands synchronise; the fields of the method below can be set on top."""
+    reduction: Literal["auto", "all-gather", "reduce-scatter"] = "auto"
+    """How payloads become a mean."""
+    timeout_seconds: float = 600.0
+    """How long another island may be silent before it counts as lost."""
+    seed: int = 0
+    """Of the gradients."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("parameters", self.layers + 1), ("layers", 1), ("steps", 1), ("seed", 0)):
+            if not getattr(self, name) >= least or math.isinf(getattr(self, name)):
+                raise ValueError(f"--{name} {getattr(self, name):g} must be at least {least}")
+        for name in ("step_seconds", "timeout_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name):g} must be greater than 0")
+
+    def as_train_config(self) -> TrainConfig:
+        """What `isles train` would be told of it: where a process stands depends on that alone."""
+        return TrainConfig(
+            run=self.run_dir or f"runs/timed-{self.method}",
+            model="timed",
+            steps=self.steps,
+            method=self.method,
+            reduction=self.reduction,
+            timeout_seconds=self.timeout_seconds,
+            seed=self.seed,
+            ranks_per_island=1,
+            threads=1,
+            device="cpu",
+        )
+
+
+def published_step_seconds(parameters: float = 30.8e6, workers: int = 4, sync_every: int = 128) -> float:
+    """The step that fits the published utilisations best, by least squares.
+
+    A round is H steps of T, then a ring all-reduce of fp32, 2 (M - 1) / M * 32 N bits, while everybody waits:
+    utilisation(B) = H T / (H T + bits / B).
+
+    >>> round(published_step_seconds(), 4)
+    0.0309
+    """
+    bits = 2 * (workers - 1) / workers * 32 * parameters
+
+    def squares(step_seconds: float) -> float:
+        compute = sync_every * step_seconds
+        return sum((compute / (compute + bits / rate) - known) ** 2 for rate, known in PUBLISHED_UTILIZATION.items())
+
+    return min((microseconds / 1e6 for microseconds in range(1_000, 1_000_000, 10)), key=squares)
+
+
+class TimedRun:
+    """One island of a timed run."""
+
+    def __init__(self, config: TimedConfig, method: Method | None, place: Place) -> None:
+        self.config, self.method, self.place = config, method, place
+        self.folder = Path(config.as_train_config().run)
+        self._claim()
+        self.began = time.time()
+        self.log = events.EventLog(self.folder / events.FILE_NAME)
+        self.log.write("island", island=place.island, rank=place.rank, pid=os.getpid(), host=socket.gethostname())
+        self.model = TimedModel(
+            parameters=int(config.parameters),
+            layers=config.layers,
+            step_seconds=config.step_seconds,
+            seed=config.seed,
+            island=place.island,
+        )
+        self.optimizer = SliceSGD(self.model)
+        self.totals = Totals()
+        self.seconds_of_steps: list[float] = []
+
+    def run(self) -> dict[str, Any]:
+        """Runs all steps; returns the summary of the run, the same on every island."""
+        _warm_up(self.method)
+        pace, optimizer, one = self.model.pace, self.optimizer, torch.ones(1)
+        with self._synchroniser() as synchroniser:
+            self._log_start(synchroniser)
+            busy = time.process_time()
+            begin = time.perf_counter()
+            for step in range(1, self.config.steps + 1):
+                pace.begin(step, begin)
+                synchroniser.model(one).backward()
+                pass_seconds = time.perf_counter() - begin
+                optimizer.step()
+                optimizer.zero_grad()
+                end = time.perf_counter()
+                self._log_step(step, end - begin, synchroniser.cost_of_step(pass_seconds))
+                begin = end  # writing the log is a part of the next step
+            busy = time.process_time() - busy
+        return self._finish(busy)
+
+    def _claim(self) -> None:
+        """Makes the run's folder. Raises ValueError, on every island, if there is a run in it."""
+        taken = self.place.rank == 0 and (self.folder / events.FILE_NAME).exists()
+        if any(self.place.world.gather(b"taken" if taken else b"")):
+            raise ValueError(f"--run-dir {self.folder} holds a run already: name another folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _synchroniser(self) -> Synchroniser:
+        if self.method is not None:
+            return Islands(self.model, self.optimizer, self.method, self.place, self.place.world, self.log)
+        parallel = DataParallel(self.model, self.optimizer, self.place)
+
+        def one_pass() -> None:
+            self.model.pace.begin(1, time.perf_counter())
+            parallel.model(torch.ones(1)).backward()
+
+        parallel.measure_alone(one_pass)
+        return parallel
+
+    def _log_start(self, synchroniser: Synchroniser) -> None:
+        if self.place.rank == 0:
+            self.log.write(
+                "config",
+                island=0,
+                islands=self.place.islands,
+                name=self.folder.name,
+                config=asdict(self.config),
+                method=self.method.as_dict() if self.method else None,
+                method_name=self.config.method,
+                tokens_per_step=self.place.islands,
+                version=isles.__version__,
+                **synchroniser.describe(),
+            )
+
+    def _log_step(self, step: int, seconds: float, cost: Any) -> None:
+        self.totals.add(seconds, cost)
+        self.seconds_of_steps.append(seconds)
+        self.log.write(
+            "step",
+            island=self.place.island,
+            step=step,
+            loss=None,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            seconds=seconds,
+            tokens=step * self.place.islands,
+            **asdict(cost),
+        )
+
+    def _finish(self, cpu_seconds: float) -> dict[str, Any]:
+        place, steps = self.place, self.config.steps
+        own = {
+            **asdict(self.totals),
+            "median_seconds": statistics.median(self.seconds_of_steps),
+            "cpu_seconds": cpu_seconds,
+        }
+        parts = [json.loads(note) for note in place.world.gather(json.dumps(own).encode())]
+        total = {name: sum(part[name] for part in parts) for name in own}
+        summary = {
+            "method": self.config.method,
+            "steps": steps,
+            "tokens": steps * place.islands,
+            "islands": place.islands,
+            "parameters": int(self.config.parameters),
+            "bytes_sent": total["bytes_sent"],
+            "peak_bytes_per_step": total["peak_bytes_per_step"],
+            "compute_utilization": 1 - total["engine_seconds"] / total["seconds"],
+            "tokens_per_second": steps * place.islands / (total["seconds"] / place.islands),
+            "step_seconds": total["seconds"] / steps / place.islands,
+            "median_step_seconds": total["median_seconds"] / place.islands,
+            "cpu_seconds_per_step": total["cpu_seconds"] / steps / place.islands,
+            "wall_seconds": time.time() - self.began,
+            "run_dir": str(self.folder),
+        }
+        if place.rank == 0:
+            self.log.write("end", island=0, **summary)
+        return summary
+
+
+def _warm_up(method: Method | None) -> None:
+    """Has done once what takes long only the first time: an optimizer's step loads a compiler, a codec may use one."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    torch.optim.SGD([parameter]).step()
+    if method is not None:
+        codec, values = isles.codecs[method.codec], torch.ones(10_000)
+        codec.decode(codec.encode(values), values.numel())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One island of a timed run, as torchrun starts it, or one alone; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m isles.lab.timed", description="Islands that sleep for compute.")
+    flags.add(parser, TimedConfig, "the run")
+    flags.add(parser, Method, "the method (defaults: those of --method)", show_defaults=False)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON line, last")
+    args = parser.parse_args(arguments)
+    try:
+        config = TimedConfig(**flags.given(args, TimedConfig))
+        method = Setup(config.as_train_config(), flags.given(args, Method)).method()
+        place = find_place(config.as_train_config())
+        summary = TimedRun(config, method, place).run()
+        leave()
+    except isles.LostPeerError as error:
+        print(f"isles.lab.timed: {error}", file=sys.stderr)
+        return LOST_PEER
+    except (ValueError, OSError) as error:
+        print(f"isles.lab.timed: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    if place.rank == 0:
+        print(table([Run.load(summary["run_dir"])]))
+        if args.json:
+            print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads may still wait for a lost island

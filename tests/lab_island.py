@@ -1,0 +1,52 @@
+"""One island of a small training under torchrun: writes a line per step, and its weights at the end.
+
+`train` is the training itself; a test calls it with threads for islands, on no network at all, and must get the same
+weights to the last bit.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import isles
+
+LAYERS, WIDTH, SYNC_EVERY = 4, 160, 4
+METHOD = isles.Method.diloco(sync_every=SYNC_EVERY)
+
+
+def train(world, rounds: int, after_step=lambda step, seconds: None) -> torch.Tensor:
+    """All weights, after so many rounds in fp32."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(world.rank)
+    with isles.DiLoCo(model, optimizer, METHOD, world=world):
+        for step in range(1, rounds * SYNC_EVERY + 1):
+            begin = time.monotonic()
+            model(torch.randn(8, WIDTH, generator=data)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after_step(step, time.monotonic() - begin)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def main(folder: Path, rounds: int, timeout_seconds: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with (folder / f"steps-{rank}.jsonl").open("w", buffering=1) as steps:
+        weights = train(
+            isles.TorchWorld(timeout=timeout_seconds),
+            rounds,
+            lambda step, seconds: print(json.dumps({"step": step, "seconds": seconds}), file=steps),
+        )
+    torch.save(weights, folder / f"weights-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,100 @@
+"""Faults on the link: it goes down and comes back, it becomes slow, it goes down for good."""
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import isles
+from isles.lab import Network, nodes
+from isles.view import events
+from tests import lab_island, lab_networks
+
+TIMEOUT = 4.0
+
+
+@pytest.fixture(autouse=True)
+def possible():
+    lab_networks.require()
+
+
+def start(network: Network, folder: Path, program: list[str]) -> list[nodes.Node]:
+    return nodes.start(network, folder, [nodes.torchrun(network, island, program) for island in (0, 1)])
+
+
+def steps_of(folder: Path, island: int) -> list[dict]:
+    file = folder / f"steps-{island}.jsonl"
+    whole, _, _ = (file.read_text() if file.exists() else "").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def wait_for_round(folder: Path, started: list[nodes.Node], number: int) -> None:
+    def reached() -> bool:
+        assert all(node.process.poll() is None for node in started), started[0].output() + started[1].output()
+        return len(steps_of(folder, 0)) >= number * lab_island.SYNC_EVERY
+
+    lab_networks.wait_until(reached, f"round {number}")
+
+
+def test_an_outage_and_a_slow_link_change_the_time_and_nothing_else(tmp_path):
+    """The link is down for 2 s, then works, then has a tenth of its bandwidth. The weights at the end are those of
+    threads that have no network.
+    """
+    rounds, outage, slow_from = 12, 4, 8
+    with Network(2, bandwidth=20e6) as network:
+        started = start(network, tmp_path, [lab_island.__file__, str(tmp_path), str(rounds), "60"])
+        wait_for_round(tmp_path, started, outage)
+        network.link_down(1)
+        time.sleep(2.0)
+        network.link_up(1)
+        wait_for_round(tmp_path, started, slow_from)
+        network.set_bandwidth(2e6)
+        assert nodes.wait(started, seconds=120, grace_seconds=10) == [0, 0], started[0].output() + started[1].output()
+    wanted = isles.run_local(lambda world: lab_island.train(world, rounds), 2)[0]
+    for island in (0, 1):
+        assert torch.equal(torch.load(tmp_path / f"weights-{island}.pt"), wanted), "the same result, bit for bit"
+        seconds = [step["seconds"] for step in steps_of(tmp_path, island)]
+        waits = seconds[lab_island.SYNC_EVERY - 1 :: lab_island.SYNC_EVERY]  # the last step of each round exchanges
+        assert max(waits[outage : outage + 2]) > 1.0, "training waited for the link to come back"
+        assert statistics.median(waits[slow_from + 1 :]) > 4 * statistics.median(waits[1:outage]), "and was slower"
+
+
+def test_a_link_that_stays_down_is_one_clear_error_on_every_island_and_the_run_resumes(tmp_path):
+    flags = ["--data", "synthetic:0.1", "--vocabulary", "300", "--model", "nano", "--threads", "1", "--batch-size", "2"]
+    flags += ["--sync-every", "4", "--eval-every", "0", "--sample-tokens", "0", "--checkpoint-every", "10"]
+    program = ["-m", "isles.cli", "train", "--run-dir", str(tmp_path / "run"), *flags]
+    with Network(2, bandwidth=20e6) as network:
+        endless = [*program, "--steps", "1000000", "--timeout-seconds", str(TIMEOUT)]
+        started = start(network, tmp_path / "first", endless)
+
+        def saved() -> bool:
+            assert all(node.process.poll() is None for node in started), started[0].output() + started[1].output()
+            return len(list((tmp_path / "run" / "checkpoints").glob("*"))) > 0 and last_step(tmp_path / "run") > 20
+
+        lab_networks.wait_until(saved, "a checkpoint")
+        network.link_down(1)
+        begin = time.monotonic()
+        told = lambda: all("isles train: " in node.output() for node in started)
+        lab_networks.wait_until(told, "every island says that it has lost the other")
+        assert time.monotonic() - begin < 5 * TIMEOUT, "within the time-out, and a while for a busy machine"
+        for node in started:
+            assert f"island {node.island} lost another island" in node.complaint()
+            assert "--resume" in node.complaint()
+            network.crash(node.island)  # torchrun itself may wait much longer for the rendezvous it has lost
+            node.process.wait()
+        network.link_up(1)
+        lost_at = last_step(tmp_path / "run")
+        started = start(network, tmp_path / "second", [*program, "--steps", str(lost_at + 20), "--resume"])
+        assert nodes.wait(started, seconds=150, grace_seconds=10) == [0, 0], started[0].output() + started[1].output()
+    log = events.read(tmp_path / "run")
+    resumed = next(event["step"] for event in log if event["event"] == "resume")
+    assert 10 <= resumed <= lost_at
+    assert log[-1]["event"] == "end"
+    assert log[-1]["steps"] == lost_at + 20
+
+
+def last_step(folder: Path) -> int:
+    return max((event["step"] for event in events.read(folder) if event["event"] == "step"), default=0)

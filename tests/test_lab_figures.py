@@ -1,0 +1,213 @@
+"""What the laboratory makes of events, counters and flags: no network needed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from isles.core.method import Method
+from isles.lab import figures, nodes, prediction, programs, reference
+from isles.lab.network import Counters
+from isles.train.config import TrainConfig
+
+FOLDER = Path("somewhere")
+
+
+def step(island, number, time, seconds=1.0, wait=0.0, sent=0):
+    return {
+        "event": "step",
+        "island": island,
+        "step": number,
+        "time": time,
+        "seconds": seconds,
+        "wait_seconds": wait,
+        "bytes_sent": sent,
+    }
+
+
+def counters(sent):
+    return [Counters(sent, 2 * sent, sent // 100, sent // 50), Counters(3 * sent, sent, sent // 100, sent // 50)]
+
+
+LOG = [
+    {"event": "config", "time": 9.0, "islands": 2, "method_name": "diloco", "parameters": 10, "island": 0},
+    step(0, 1, 11.0),
+    step(1, 1, 11.0),
+    step(0, 2, 13.0, seconds=2.0, wait=1.0, sent=400),
+    step(1, 2, 15.0, seconds=4.0, wait=3.0, sent=500),
+    {"event": "apply", "island": 1, "time": 15.5},
+    {"event": "end", "time": 16.0, "bytes_sent": 900, "val_loss": 2.0, "compute_utilization": 0.5},
+]
+SAMPLES = [(time, counters(100 * index)) for index, time in enumerate((8.0, 8.9, 12.0, 15.9, 16.2, 20.0))]
+
+
+def test_figures_of_a_run():
+    found = figures.of_run(LOG, SAMPLES, reference=[1.0, 1.5])
+    assert found["wall_seconds"] == pytest.approx((3 + 5) / 2)
+    assert found["compute_utilization"] == pytest.approx((2 * 1.0 / 3 + 2 * 1.5 / 5) / 2)
+    assert found["step_seconds"] == pytest.approx(2.0)
+    assert found["wait_seconds"] == pytest.approx(2.0)
+    assert found["drain_seconds"] == pytest.approx(0.5)
+    assert found["bytes_sent"] == 900
+    assert found["bytes_sent_by_island"] == [400, 500]
+    assert found["event_log_utilization"] == 0.5
+    assert found["val_loss"] == 2.0
+
+
+@pytest.mark.parametrize(("overlap", "skipped"), [(None, 1), (0, 1), (2, 2)])
+def test_the_steady_state_begins_after_the_first_step_and_when_something_can_be_due(overlap, skipped):
+    method = None if overlap is None else Method.streaming(sync_every=10, overlap=overlap).as_dict()
+    log = [
+        {**LOG[0], "islands": 1, "method": method},
+        *(step(0, n, 10.0 + n * n, seconds=2 * n - 1) for n in range(1, 6)),
+    ]
+    found = figures.of_run(log, SAMPLES, reference=[1.0])
+    assert found["compute_utilization"] == pytest.approx(5 / 25)
+    assert found["steady_utilization"] == pytest.approx((5 - skipped) / (25 - skipped**2))
+
+
+def test_counters_are_taken_from_before_the_first_step_to_after_the_end():
+    found = figures.of_run(LOG, SAMPLES, reference=None)
+    assert found["kernel_bytes_by_island"] == [300, 900], "from 8.9 s to 16.2 s"
+    assert found["kernel_bytes_received_by_island"] == [600, 300]
+    assert found["kernel_bytes"] == 1200
+    assert found["kernel_bytes_with_start"] == 4 * 500
+    assert found["kernel_bytes_per_byte_sent"] == pytest.approx(1200 / 900)
+    assert found["compute_utilization"] is None
+
+
+def test_a_run_without_steps_is_told():
+    with pytest.raises(ValueError, match="no step of island 1"):
+        figures.loops([event for event in LOG if event.get("island") == 0], 2)
+
+
+def test_the_reference_counts_steps_while_all_islands_work():
+    early = [step(0, number, float(number)) for number in range(1, 10)]
+    late = [step(1, number, 5.0 + number, seconds=0.9) for number in range(1, 10)]
+    first, second = reference._while_all_worked([early, late])
+    begin = late[reference.WARM_UP_STEPS]["time"] - 0.9
+    assert [event["time"] for event in first] == [event["time"] for event in early if event["time"] - 1 >= begin]
+    assert first
+    assert second
+    assert all(event["time"] <= 9.0 for event in second)
+    assert reference._while_all_worked([early, late[:2]]) == [[], []], "warming up does not count"
+
+
+# ---- flags
+
+
+def parsed(words):
+    """What `isles train` would make of the flags of a program."""
+    assert words[:3] == ["-m", "isles.cli", "train"]
+    chosen, knobs = programs._read([word for word in words[5:] if not word.startswith("--islands")], TrainConfig, "")
+    return chosen, knobs
+
+
+def test_the_run_gets_the_users_flags_as_they_are():
+    written = ["--method", "eager", "--sync-every", "7", "--steps", "5", "--offsets", "0,3"]
+    program = programs.train(written, islands=3)
+    words = program.flags_of_run(FOLDER)
+    assert words[3:5] == ["--run-dir", "somewhere"]
+    assert words[-len(written) :] == written
+    assert "--islands=3" in words
+    chosen, knobs = parsed(words)
+    assert chosen["eval_every"] == chosen["checkpoint_every"] == 0
+    assert knobs == {"sync_every": 7, "offsets": [0, 3]}
+
+
+def test_the_users_flags_win():
+    program = programs.train(["--eval-every", "3", "--threads", "5"], islands=2)
+    chosen, _ = parsed(program.flags_of_run(FOLDER))
+    assert (chosen["eval_every"], chosen["threads"]) == (3, 5)
+    assert program.config.eval_every == 3
+
+
+def test_the_reference_is_the_same_training_without_the_method():
+    written = ["--method", "streaming", "--codec", "e3m0", "--overlap", "2", "--model", "nano", "--seed", "4"]
+    program = programs.train([*written, "--steps", "9", "--eval-every", "2", "--resume"], islands=2)
+    chosen, knobs = parsed(program.flags_of_reference(FOLDER, 1))
+    assert knobs == {}
+    assert chosen["method"] == "data-parallel"
+    assert (chosen["model"], chosen["seed"]) == ("nano", 4)
+    assert chosen["eval_every"] == 0
+    assert chosen["steps"] >= programs.MANY
+    assert "resume" not in chosen
+
+
+def test_every_island_has_its_own_text_in_the_reference_too():
+    program = programs.train(["--island-data", "a.txt;b.txt"], islands=2)
+    chosen, _ = parsed(program.flags_of_reference(FOLDER, 1))
+    assert chosen["data"] == "b.txt"
+    assert "island_data" not in chosen
+
+
+class TwoIslands:
+    """As much of a network as it takes to write a command."""
+
+    islands = (0, 1)
+
+    def address(self, island):
+        return f"10.0.0.{island}"
+
+
+def test_the_laboratory_starts_what_the_documentation_says():
+    page = (Path(__file__).parent.parent / "docs" / "multi-machine.md").read_text()
+    start = page[page.index("    export GLOO") : page.index("Your own script")]
+    lab = nodes.torchrun(TwoIslands(), 1, ["-m", "isles.cli", "train", "--run-dir", "runs/mine"])
+    words = [word for word in lab if word.startswith("-")]
+    assert len(words) > 8
+    for word in words:
+        assert word in start.split() or word == "-m", f"{word} is not documented"
+    assert set(nodes.environment(TwoIslands())) - set(os.environ) <= {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"}
+    assert "GLOO_SOCKET_IFNAME=INTERFACE" in start
+    assert "is_host=0" in lab
+    assert "is_host=1" in nodes.torchrun(TwoIslands(), 0, [])
+
+
+# ---- the planner
+
+
+def config_event(method, **more):
+    fragments = [
+        {"numel": 300_000, "layers": "outside the layers"},
+        {"numel": 200_000, "layers": "0,2"},
+        {"numel": 200_000, "layers": "1,3"},
+    ]
+    return {
+        "event": "config",
+        "name": "run",
+        "parameters": 700_000,
+        "layers": 4,
+        "fragments": fragments,
+        "method": method.as_dict() if method else None,
+        "config": {"steps": 40, "reduction": "auto"},
+        **more,
+    }
+
+
+def test_the_planner_is_told_of_the_payload_that_was_measured():
+    """DiLoCo waits for the whole model in fp32 once in a period: the formula is simple."""
+    config = config_event(Method.diloco(sync_every=10))
+    found = prediction.predicted(config, [0.1, 0.1], [8e6, 8e6])
+    exchange = 8 * found["planned_bytes_sent"] / 2 / 4 / 8e6
+    assert found["planned_bytes_sent"] == pytest.approx(2 * 4 * 700_000 * 4, rel=0.01)
+    assert found["planned_utilization"] == pytest.approx(1.0 / (1.0 + exchange), rel=0.1)
+    assert found["planned_step_seconds"] == pytest.approx((1.0 + exchange) / 10, rel=0.1)
+
+
+def test_the_slowest_link_sets_the_pace():
+    config = config_event(Method.diloco(sync_every=10))
+    alike = prediction.predicted(config, [0.1, 0.1], [4e6, 4e6])
+    unequal = prediction.predicted(config, [0.1, 0.1], [4e6, 80e6])
+    assert unequal["planned_utilization"] == pytest.approx(alike["planned_utilization"], rel=0.1)
+
+
+def test_data_parallel_is_predicted_too():
+    found = prediction.predicted(config_event(None), [0.1, 0.1], [8e6, 8e6])
+    assert found["planned_utilization"] == pytest.approx(0.1 / (0.1 + 8 * 2.8e6 / 8e6), rel=0.1)
+    assert prediction.predicted(config_event(None), [0.1, 0.1], [8e6, 8e6], ranks=2)["planned_utilization"] is None
+
+
+def test_the_workload_is_the_runs_own_model():
+    work = prediction.workload_of(config_event(Method.streaming()), 0.1)
+    assert (work.parameters, work.layers, work.outside_parameters) == (700_000, 4, 300_000)

@@ -1,0 +1,220 @@
+"""Islands that sleep for compute: everything but the compute is real."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import isles
+from isles.core.fragments import cut
+from isles.core.schedule import Schedule
+from isles.lab import timed
+from isles.lab.timed import TimedConfig, TimedRun
+from isles.lab.timed_model import SLICES, SliceSGD, TimedModel
+from isles.train.place import Place
+from isles.view import events
+from isles.view.runs import Run
+from isles.wire.reduction import choose, traffic
+from isles.wire.world import Payload
+from tests import processes
+
+PARAMETERS, LAYERS, STEPS = 40_001, 3, 2 * SLICES
+
+
+def small_model(step_seconds: float = 1e-4, island: int = 0) -> TimedModel:
+    return TimedModel(parameters=PARAMETERS, layers=LAYERS, step_seconds=step_seconds, seed=0, island=island)
+
+
+def train(model: TimedModel, steps: int) -> list[float]:
+    """The seconds of each step."""
+    optimizer, seconds = SliceSGD(model), []
+    begin = time.perf_counter()
+    for step in range(1, steps + 1):
+        model.pace.begin(step, begin)
+        model(torch.ones(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end = time.perf_counter()
+        seconds.append(end - begin)
+        begin = end
+    return seconds
+
+
+def one_island(rank: int, islands: int, folder: str, method_name: str, reduction: str, knobs: dict) -> tuple:
+    config = TimedConfig(
+        run_dir=folder,
+        parameters=PARAMETERS,
+        layers=LAYERS,
+        step_seconds=1e-4,
+        steps=STEPS,
+        method=method_name,
+        reduction=reduction,
+        timeout_seconds=60,
+    )
+    method = getattr(isles.Method, method_name)(**knobs) if method_name != "data-parallel" else None
+    world = isles.TorchWorld(timeout=60, reduction=reduction)
+    run = TimedRun(config, method, Place(rank, islands, 1, torch.device("cpu"), world))
+    summary = run.run()
+    return summary, torch.cat([parameter.detach() for parameter in run.model.parameters()])
+
+
+def theory(method: isles.Method | None, islands: int, reduction: str) -> int:
+    """Bytes that all islands send."""
+    if method is None:
+        return islands * STEPS * round(2 * (islands - 1) / islands * 4 * PARAMETERS)
+    fragments = cut(small_model(), method)
+    schedule, codec, total = Schedule.of(method, len(fragments)), isles.codecs[method.codec], 0
+    for step in range(1, STEPS + 1):
+        for due in schedule.sends(step):
+            numel = fragments[due.fragment].numel
+            body = torch.empty(codec.num_bytes(numel), dtype=torch.uint8)
+            payload = Payload(due.fragment, due.round, codec, numel, 1.0, body)
+            total += islands * traffic(choose(reduction, islands, codec), islands, payload)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("islands", "name", "reduction", "knobs"),
+    [
+        (2, "streaming", "auto", {"sync_every": 40, "fragments": 3}),
+        (2, "eager", "auto", {"sync_every": 50}),
+        (3, "diloco", "reduce-scatter", {"sync_every": 64}),
+        (2, "data-parallel", "auto", {}),
+    ],
+)
+def test_islands_agree_and_send_what_theory_says(tmp_path, islands, name, reduction, knobs):
+    folder = tmp_path / "run"
+    results = processes.values(one_island, islands, tmp_path, islands, str(folder), name, reduction, knobs)
+    summary, model = results[0]
+    assert all(torch.equal(model, other) for _, other in results)
+    assert (model != 0).float().mean() > 0.9
+    method = None if name == "data-parallel" else getattr(isles.Method, name)(**knobs)
+    assert summary["bytes_sent"] == theory(method, islands, reduction) > 0
+    written = events.read(folder)
+    if method is not None:
+        sends = [event["num_bytes"] for event in written if event["event"] == "send"]
+        assert sum(sends) == summary["bytes_sent"]
+    for island in range(islands):
+        steps = [e["step"] for e in written if e["event"] == "step" and e["island"] == island]
+        assert steps == list(range(1, STEPS + 1))
+    run = Run.load(folder)
+    assert run.end["bytes_sent"] == summary["bytes_sent"]
+    assert run.config["parameters"] == PARAMETERS
+    assert 0 < summary["compute_utilization"] <= 1
+
+
+def test_gradients_differ_between_islands_and_reach_every_parameter():
+    first, second = small_model(island=0), small_model(island=1)
+    for model in (first, second):
+        train(model, SLICES)
+        weights = torch.cat([parameter.detach() for parameter in model.parameters()])
+        assert (weights != 0).float().mean() > 0.99
+    assert not torch.equal(first.embed.weight, second.embed.weight)
+
+
+def test_a_step_touches_one_slice_and_copies_no_gradient():
+    model = small_model()
+    model.pace.begin(1, time.perf_counter())
+    model(torch.ones(1)).backward()
+    for layer in (model.embed, *model.layers):
+        assert layer.weight.grad.data_ptr() == layer.gradient().data_ptr()
+    SliceSGD(model).step()
+    moved = sum(int((parameter != 0).sum()) for parameter in model.parameters())
+    assert 0 < moved <= PARAMETERS / SLICES + LAYERS + 1
+
+
+def test_gradients_arrive_one_after_the_other_from_the_last_layer():
+    seconds = 0.06
+    model, arrived = small_model(seconds), []
+    for number, layer in enumerate(model.layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: arrived.append((n, time.perf_counter())))
+    begin = time.perf_counter()
+    model.pace.begin(1, begin)
+    out = model(torch.ones(1))
+    forward = time.perf_counter() - begin
+    out.backward()
+    assert forward >= 0.9 * seconds / 3
+    assert [number for number, _ in arrived] == [2, 1, 0]
+    for share, (_, when) in enumerate(arrived, start=1):  # never early; late is the machine's business
+        assert when - begin >= 0.9 * (seconds / 3 + seconds * 2 / 3 * share / LAYERS)
+
+
+def test_a_step_takes_the_time_that_was_asked_for():
+    asked, slept = 0.03, []
+    for _ in range(15):
+        begin = time.perf_counter()
+        time.sleep(asked)
+        slept.append(time.perf_counter() - begin)
+    train(small_model(), 2)  # what is slow the first time
+    found = statistics.median(train(small_model(asked), 15))
+    assert found >= 0.8 * asked
+    assert found <= 2 * statistics.median(slept)
+
+
+def test_a_step_that_is_late_does_not_sleep():
+    asked = 60.0
+    model = small_model(asked)
+    begin = time.perf_counter()
+    model.pace.begin(1, begin - 2 * asked)
+    model(torch.ones(1)).backward()
+    assert time.perf_counter() - begin < asked / 2
+
+
+@pytest.fixture
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--parameters", "3"], "--parameters 3 must be at least 9"),
+        (["--parameters", "nan"], "--parameters nan must be at least 9"),
+        (["--step-seconds", "-1"], "--step-seconds -1 must be greater than 0"),
+        (["--method", "data-parallel", "--sync-every", "5"], "--sync-every has no meaning"),
+        (["--sync-every", "0"], "sync_every=0"),
+    ],
+)
+@pytest.mark.usefixtures("_threads")
+def test_a_mistake_is_one_line(tmp_path, capsys, flags, words):
+    assert timed.main([*flags, "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.usefixtures("_threads")
+def test_alone_it_says_what_it_did_and_keeps_what_is_there(tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    given = ["--parameters", "1e4", "--steps", "12", "--step-seconds", "0.001", "--sync-every", "4", "--json"]
+    given += ["--run-dir", str(tmp_path / "run")]
+    assert timed.main(given) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["steps"] == 12
+    assert summary["islands"] == 1
+    assert timed.main(given) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "isles.lab.timed", "--parameters", "2e4", "--steps", "20", "--step-seconds", "0.002"]
+    command += ["--method", "streaming", "--sync-every", "10", "--json", "--run-dir", str(tmp_path / "run")]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=environment | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["islands"] == 2
+    assert summary["bytes_sent"] > 0
+    assert Run.load(tmp_path / "run").islands == 2
