@@ -107,11 +107,12 @@ class DiLoCo:
         self._ahead = Ahead(self._outer)
         self._states = [self._new_state(fragment) for fragment in self.fragments]
         self._shelf = Shelf(self._states, check_device(outer_device))
+        self._has_thread = getattr(self.world, "waits_anywhere", False)
         self._takes_steps_ahead = (
-            self.schedule.lateness > 0
+            self._has_thread
+            and self.schedule.lateness > 0
             and method.update == "fresh"
             and outer_device is None
-            and getattr(self.world, "waits_anywhere", False)
             and all(state.anchor.device.type == "cpu" for state in self._states)
         )
         warm_up({self._codec.kernels, fused_outer.GROUP})
@@ -176,10 +177,11 @@ class DiLoCo:
             self.stats.nonfinite_rounds += 1
             self._tell("nonfinite", due)
         eager = self.method.update == "eager"
-        body = self._encode(delta) if eager or state.residual is not None or delta.device.type != "cpu" else None
+        beside = self._has_thread and delta.device.type == "cpu" and not eager and state.residual is None
+        body = None if beside else self._encode(delta)
         if state.residual is not None and body is not None and not sits_out:
             torch.sub(delta, self._codec.decode(body, fragment.numel), out=state.residual)
-        encoded = body if body is not None else lambda: self._encode(delta)  # by the thread that talks, if there is one
+        encoded = body if body is not None else lambda: self._encode(delta)
         payload = Payload(due.fragment, due.round, self._codec, fragment.numel, weight, encoded)
         handle = self._link.start(payload)
         share = weight / self._total_weight if eager else 0.0

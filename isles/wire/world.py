@@ -15,7 +15,6 @@ Two things can go wrong, and both are loud. `LostPeerError`: an island died, or 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,10 +46,12 @@ class Payload:
     """uint8, on the CPU: `codec.encode` of the outer gradient. Or a function that makes it, once: a world that has a
     thread of its own encodes there, beside the training step."""
 
-    @functools.cached_property
+    @property
     def body(self) -> Tensor:
-        """What goes over the wire."""
-        return self.encoded() if callable(self.encoded) else self.encoded
+        """What goes over the wire. Once it is made, what it was made of is let go."""
+        if callable(self.encoded):
+            object.__setattr__(self, "encoded", self.encoded())
+        return self.encoded  # type: ignore[return-value]
 
     @property
     def num_bytes(self) -> int:
