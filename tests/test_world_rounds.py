@@ -244,5 +244,5 @@ def threads_after_use(rank):
     return during, [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
 
-def test_a_world_that_nobody_holds_ends_its_thread(tmp_path):
-    assert processes.values(threads_after_use, 2, tmp_path) == [(1, [])] * 2
+def test_a_world_that_nobody_holds_ends_its_threads(tmp_path):
+    assert processes.values(threads_after_use, 2, tmp_path) == [(3, [])] * 2

@@ -5,9 +5,10 @@ links are TCP and slow, the payloads are small, and gloo needs no GPU. `TorchWor
 with its own time-out, so that its traffic and the user's collectives cannot get into each other's way.
 
 One thread per world does all the talking: it takes the rounds in the order in which they were started, the
-same on every island, exchanges headers, checks that they agree, moves the bodies, checks them, and averages,
-while the training loop runs on. Bodies go in slices: the time-out is about silence, not about how long a
-large payload takes on a slow link.
+same on every island, exchanges headers, checks that they agree, and moves the bodies, while the training loop
+runs on. A second one encodes before it and a third one checks and averages after it, so that the link does not
+stand still meanwhile. Bodies go in slices: the time-out is about silence, not about how long a large payload
+takes on a slow link.
 
 When a peer dies or stays silent for `timeout`, the round that was under way raises `LostPeerError`, and so
 does every later one.
@@ -74,8 +75,11 @@ class TorchWorld:
             )
         except RuntimeError as error:
             raise self._lost(error) from error
-        self._talker = _Talker(f"isles-island-{self.rank}")
-        weakref.finalize(self, self._talker.stop)
+        self._encoder, self._talker, self._reader = (
+            _Talker(f"isles-{what}-{self.rank}") for what in ("encode", "island", "read")
+        )
+        for thread in (self._encoder, self._talker, self._reader):
+            weakref.finalize(self, thread.stop)
 
     @property
     def size(self) -> int:
@@ -86,21 +90,23 @@ class TorchWorld:
 
     def start(self, payload: Payload) -> _Round:
         form = choose(self._reduction, self.size, payload.codec)
-        return _Round(self._talker.do(self._exchange, payload, form), reduction.traffic(form, self.size, payload))
+        body = self._encoder.do(lambda: payload.body)
+        moved = self._talker.do(self._exchange, payload, form, body)
+        return _Round(self._reader.do(lambda: moved.result()()), reduction.traffic(form, self.size, payload))
 
     def gather(self, data: bytes) -> list[bytes]:
         return self._talker.do(self._gather, data).result()
 
     # ---- in the talker's thread
 
-    def _exchange(self, payload: Payload, form: Reduction) -> Mean:
+    def _exchange(self, payload: Payload, form: Reduction, body: Future[Tensor]) -> Callable[[], Mean]:
+        """Moves what there is to move; returns what is left to do."""
+        body.result()
         headers = self._exchange_headers(Header.of_payload(payload, form))
         weights = [header.weight for header in headers]
-        if form == "all-gather":
-            values = self._all_gather(payload, headers, weights)
-        else:
-            values = self._reduce_scatter(payload, headers, weights)
-        return Mean(values, {rank: weight for rank, weight in enumerate(weights) if weight > 0})
+        move = self._all_gather if form == "all-gather" else self._reduce_scatter
+        read = move(payload, headers, weights)
+        return lambda: Mean(read(), {rank: weight for rank, weight in enumerate(weights) if weight > 0})
 
     def _exchange_headers(self, own: Header) -> list[Header]:
         headers = [
@@ -109,13 +115,17 @@ class TorchWorld:
         message.agree(headers)
         return headers
 
-    def _all_gather(self, payload: Payload, headers: list[Header], weights: list[float]) -> Tensor:
+    def _all_gather(self, payload: Payload, headers: list[Header], weights: list[float]) -> Callable[[], Tensor]:
         bodies = self._collect(payload.body)
-        for rank, (header, body) in enumerate(zip(headers, bodies, strict=True)):
-            message.verify(header, body, rank, self.rank)
-        return reduction.weighted_mean(bodies, weights, payload.codec, payload.numel)
 
-    def _reduce_scatter(self, payload: Payload, headers: list[Header], weights: list[float]) -> Tensor:
+        def read() -> Tensor:
+            for rank, (header, body) in enumerate(zip(headers, bodies, strict=True)):
+                message.verify(header, body, rank, self.rank)
+            return reduction.weighted_mean(bodies, weights, payload.codec, payload.numel)
+
+        return read
+
+    def _reduce_scatter(self, payload: Payload, headers: list[Header], weights: list[float]) -> Callable[[], Tensor]:
         codec, about = payload.codec, headers[0].about()
         size = reduction.piece_numel(payload.numel, self.size, codec)
         pieces = reduction.split(payload.body, payload.numel, self.size, codec)
@@ -125,10 +135,15 @@ class TorchWorld:
         ]
         mean = codec.encode(reduction.weighted_mean(own, weights, codec, size))
         sealed = self._collect(message.seal(mean))
-        means = [
-            message.unseal(row, f"the mean of island {rank} ({about})", self.rank) for rank, row in enumerate(sealed)
-        ]
-        return reduction.decode_pieces(means, codec, payload.numel)
+
+        def read() -> Tensor:
+            means = [
+                message.unseal(row, f"the mean of island {rank} ({about})", self.rank)
+                for rank, row in enumerate(sealed)
+            ]
+            return reduction.decode_pieces(means, codec, payload.numel)
+
+        return read
 
     def _gather(self, data: bytes) -> list[bytes]:
         headers = self._exchange_headers(Header.of_note(data))
