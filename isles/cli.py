@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"isles {args.command}: interrupted", file=sys.stderr)
         return 130
-    if args.json:
+    if args.json and result is not None:  # under torchrun rank 0 speaks for all
         print(json.dumps(result))
     return 0
 

@@ -124,3 +124,9 @@ def test_the_saved_configuration_is_plain_json(tmp_path):
     saved = json.loads((Path(wanted.config.run) / "config.json").read_text())
     assert saved["method"]["fragments"] == [["a"], ["b"]]
     assert saved["config"]["method"] == "streaming"
+
+
+def test_only_the_rank_that_has_a_result_prints_json(monkeypatch, capsys):
+    monkeypatch.setattr("isles.train.command.run", lambda args: None)
+    assert main(["train", "--json"]) == 0
+    assert capsys.readouterr().out == ""

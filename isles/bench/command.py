@@ -45,7 +45,7 @@ FULL = Sizes(
         Load(parameters=1_000_000, rows=256, periods=5, bare_steps=10),
         Load(parameters=10_000_000, rows=256, periods=3, bare_steps=5),
         Load(parameters=10_000_000, rows=256, periods=2, bare_steps=5, outer_device="cpu"),
-        Load(parameters=100_000_000, rows=64, periods=2, bare_steps=2),
+        Load(parameters=100_000_000, rows=64, periods=1, bare_steps=2),
     ),
     islands_load=Load(parameters=10_000_000, rows=256, periods=2, bare_steps=5),
     sync_every=100,
