@@ -65,8 +65,8 @@ power of {exponent:.2f} (fit over all sizes, 8 fragments):
 
 {parameters}
 
-and every fragment adds a fixed cost to it, some tenths of a millisecond of Python, which shows where fragments are many and
-small ({fragmented} parameters), while the longest stall shrinks:
+and every fragment adds a fixed cost to it, some tenths of a millisecond of Python, which shows where fragments are
+many and small ({fragmented} parameters), while the longest stall shrinks:
 
 {fragments}
 
