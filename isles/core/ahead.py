@@ -1,4 +1,4 @@
-"""Work that need not wait for the training loop: encoding after a send, the outer step before an apply.
+"""Outer steps ahead of their time, beside the training loop.
 
 Between the step at which a fragment is sent and the one at which the result is applied, nothing reads its anchor but
 whoever looks at the global model, and that must not change before its time. So a thread beside the training loop may
@@ -11,57 +11,39 @@ ones need what the step itself brings), and with a world whose rounds may be wai
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
 
 from torch import Tensor
 
 from isles.core.outer import OuterSGD
 from isles.core.state import OuterState
+from isles.wire.worker import Worker
 from isles.wire.world import Handle, Mean
+
+Result = tuple[Mean, Tensor, Tensor | None]
+"""The mean of a round, and the anchor and velocity after the outer step with it."""
 
 
 class Ahead:
-    """A thread that takes outer steps in the order in which rounds were sent; `close` ends it."""
+    """Takes outer steps in the order in which rounds were sent; its thread begins with the first, `close` ends it."""
 
     def __init__(self, outer: OuterSGD) -> None:
         self._outer = outer
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._worker: Worker | None = None
 
     def step(self, handle: Handle, state: OuterState) -> Future[Result]:
         """Waits for a round beside the training loop, and takes the outer step with it."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="isles-ahead", daemon=True)
-            self._thread.start()
-        future: Future[Result] = Future()
+        self._worker = self._worker or Worker("isles-ahead")
+        return self._worker.do(self._take, handle, state)
 
-        def job() -> None:
-            try:
-                future.set_result(self._take(handle.wait(), state))
-            except Exception as error:
-                future.set_exception(error)
-
-        self._jobs.put(job)
-        return future
-
-    def _take(self, mean: Mean, state: OuterState) -> Result:
+    def _take(self, handle: Handle, state: OuterState) -> Result:
+        mean = handle.wait()
         if not mean.weights:
             return mean, state.anchor, state.velocity
         return mean, *self._outer.updated(state.anchor, mean.values, state.velocity)
 
     def close(self) -> None:
-        """Lets the thread end when it has nothing more to do."""
-        self._jobs.put(None)
-
-
-Result = tuple[Mean, Tensor, Tensor | None]
-"""The mean, and the anchor and velocity after the outer step with it."""
-
-
-def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job
+        """Lets the thread end."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None

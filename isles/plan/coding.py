@@ -6,6 +6,7 @@ Three costs, each in parameters per second of one process (rank):
     decode   the thread that talks to the link: checksum, decode and add one payload. The link stands still meanwhile.
     apply    the training loop: the outer step, and writing the weights.
 
+On a CPU, with fresh updates, the engine does a part of this in threads beside the loop; that is not counted on here.
 With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, and the means of
 all. How fast that is differs a hundredfold between one core and a GPU, so no speed is assumed: coding is taken to keep
 up unless speeds are given, or `isles plan --measure-coding` measures the machine it runs on.

@@ -17,12 +17,10 @@ does every later one.
 from __future__ import annotations
 
 import datetime
-import queue
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from isles.wire import message, reduction
 from isles.wire.message import Header
 from isles.wire.reduction import Reduction, check_reduction, choose
+from isles.wire.worker import Worker
 from isles.wire.world import LostPeerError, Mean, Payload
-
-R = TypeVar("R")
 
 SLICE_BYTES, SHORTEST_SLICE_BYTES = 1 << 20, 1 << 15
 """At most, and if possible at least, this much of a body goes into one collective."""
@@ -76,7 +73,7 @@ class TorchWorld:
         except RuntimeError as error:
             raise self._lost(error) from error
         self._encoder, self._talker, self._reader = (
-            _Talker(f"isles-{what}-{self.rank}") for what in ("encode", "island", "read")
+            Worker(f"isles-{what}-{self.rank}") for what in ("encode", "island", "read")
         )
         for thread in (self._encoder, self._talker, self._reader):
             weakref.finalize(self, thread.stop)
@@ -206,46 +203,6 @@ class _Round:
 
     def wait(self) -> Mean:
         return self._answer.result()
-
-
-class _Talker:
-    """A thread that does one thing after the other. After a failure it does nothing more: every later job fails
-    likewise.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=_work_through, args=(self._jobs,), name=name, daemon=True)
-        self._thread.start()
-
-    def do(self, job: Callable[..., R], *arguments: Any) -> Future[R]:
-        """Puts a job at the end of the queue."""
-        answer: Future[R] = Future()
-
-        def run() -> None:
-            try:
-                if self._failure is not None:
-                    raise self._failure
-                answer.set_result(job(*arguments))
-            except Exception as error:
-                self._failure = error
-                answer.set_exception(error)
-
-        self._jobs.put(run)
-        return answer
-
-    def stop(self) -> None:
-        """Ends the thread, at the latest when the program ends; one that waits for a silent peer is left behind."""
-        self._jobs.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=1.0)
-
-
-def _work_through(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # it knows the world, which would otherwise live until the next job, or for ever
 
 
 def _ranks_of(group_or_mesh: Any) -> list[int]:
