@@ -62,7 +62,8 @@ def test_ratios_are_positive_and_finite(quick):
         for row in result["engine"] + result["islands"]
         for name in ("overhead", "overhead_cpu", "longest_step")
     ]
-    numbers += [row["seconds"] for name in ("parameters", "fragments") for row in result["scaling"][name]]
+    scaling = result["scaling"]
+    numbers += [row["seconds"] for rows in (scaling["parameters"], *scaling["fragments"]) for row in rows]
     assert all(math.isfinite(number) and number > 0 for number in numbers)
     assert all(row["longest_step"] > 1 for row in result["engine"])
 
@@ -90,8 +91,10 @@ def test_phases_are_all_of_the_time(quick):
 
 def test_scaling_has_the_sizes_and_the_fragments_that_were_asked_for(quick):
     result, _, _ = quick
-    assert [row["fragments"] for row in result["scaling"]["fragments"]] == list(QUICK.fragments)
-    assert len({row["parameters"] for row in result["scaling"]["fragments"]}) == 1
+    for rows in result["scaling"]["fragments"]:
+        assert [row["fragments"] for row in rows] == list(QUICK.fragments)
+        assert len({row["parameters"] for row in rows}) == 1
+    assert len(result["scaling"]["fragments"]) == len(QUICK.fragmented_parameters)
     sizes = [row["parameters"] for row in result["scaling"]["parameters"]]
     assert sizes == sorted(set(sizes))
 
@@ -136,6 +139,7 @@ def test_full_sizes_are_those_that_are_promised():
     assert FULL.sync_every == 100
     assert {load.parameters for load in FULL.loads} == {10**6, 10**7, 10**8}
     assert FULL.fragments == (1, 2, 4, 8, 16, 32, 64)
+    assert FULL.fragmented_parameters == (10**7, 10**8)
     assert FULL.parameters[0] * 100 == FULL.parameters[-1]
 
 

@@ -125,7 +125,7 @@ def die_within_a_round(rank, form, collective):
     world.start(payload()).wait()
     if rank == 1:
         calls = []
-        for name in ("all_gather", "all_to_all_single"):
+        for name in ("all_gather", "isend"):
             original = getattr(dist, name)
 
             def fatal(*arguments, original=original, **more):

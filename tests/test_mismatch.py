@@ -156,11 +156,11 @@ class Damage:
     def __init__(self, number, byte, receiving=False):
         self.number, self.byte, self.receiving = number, byte, receiving
         self.seen = []
-        self.originals = dist.all_gather, dist.all_to_all_single
-        dist.all_gather, dist.all_to_all_single = self.all_gather, self.all_to_all_single
+        self.originals = dist.all_gather, dist.isend, dist.irecv
+        dist.all_gather, dist.isend, dist.irecv = self.all_gather, self.isend, self.irecv
 
     def undo(self):
-        dist.all_gather, dist.all_to_all_single = self.originals
+        dist.all_gather, dist.isend, dist.irecv = self.originals
 
     def hit(self, sent):
         self.seen.append(sent.numel())
@@ -181,15 +181,26 @@ class Damage:
             return work
         work.wait()
 
-    def all_to_all_single(self, received, own, **more):
-        hit, own = self.hit(own), own.clone()
-        if hit and not self.receiving:
-            self.flip(own[0])
-        work = self.originals[1](received, own, **more)
-        if hit and self.receiving:
-            work.wait()
-            self.flip(received[0])
-        return work
+    def isend(self, own, **more):
+        own = own.clone()
+        if not self.receiving and self.hit(own):
+            self.flip(own)
+        self.kept = own  # until it is sent
+        return self.originals[1](own, **more)
+
+    def irecv(self, received, **more):
+        work = self.originals[2](received, **more)
+        return self.Flipped(work, self, received) if self.receiving and self.hit(received) else work
+
+    class Flipped:
+        """Receiving ends with a flip; the send that goes with it has not begun, so nobody may wait here."""
+
+        def __init__(self, work, damage, received):
+            self.work, self.damage, self.received = work, damage, received
+
+        def wait(self):
+            self.work.wait()
+            self.damage.flip(self.received)
 
 
 def damaged_rounds(rank, form, flips, receiving):

@@ -44,7 +44,9 @@ def situations(draw, updates=("fresh", "eager"), layers=False):
                     ready=-draw(st.integers(0, 6)) / 10 if layers else 0.0,
                     needed=draw(st.integers(0, 3)) / 10 if layers else 0.0,
                     encode_seconds=draw(seconds) / 10,
+                    before_seconds=draw(seconds) / 10 if layers else 0.0,
                     decode_seconds=draw(seconds) / 10,
+                    after_seconds=draw(seconds) / 10 if layers else 0.0,
                     apply_seconds=draw(seconds) / 10,
                 )
             )

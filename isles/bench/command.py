@@ -32,7 +32,8 @@ class Sizes:
     parameters: tuple[int, ...]
     """Of the models whose rounds are measured."""
     fragments: tuple[int, ...]
-    fragmented_parameters: int
+    fragmented_parameters: tuple[int, ...]
+    """Of the models that are cut into so many fragments."""
     rounds: int
     memory_parameters: int
     memory_sync_every: int
@@ -51,7 +52,7 @@ FULL = Sizes(
     sync_every=100,
     parameters=(1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000),
     fragments=(1, 2, 4, 8, 16, 32, 64),
-    fragmented_parameters=10_000_000,
+    fragmented_parameters=(10_000_000, 100_000_000),
     rounds=7,
     memory_parameters=2_400_000,
     memory_sync_every=48,
@@ -64,7 +65,7 @@ QUICK = Sizes(
     sync_every=20,
     parameters=(50_000, 200_000),
     fragments=(1, 4),
-    fragmented_parameters=100_000,
+    fragmented_parameters=(50_000, 100_000),
     rounds=2,
     memory_parameters=40_000,
     memory_sync_every=24,

@@ -65,8 +65,8 @@ power of {exponent:.2f} (fit over all sizes, 8 fragments):
 
 {parameters}
 
-and every fragment adds a fixed cost to it, some tenths of a millisecond of Python, which shows where fragments are
-many and small ({fragmented} parameters), while the longest stall shrinks:
+and, at equal size, not with the number of fragments, but for a fixed cost of Python, some tenths of a millisecond for
+each fragment in each round. It shows where fragments are many and very small; the longest stall shrinks all the same:
 
 {fragments}
 
@@ -106,6 +106,5 @@ def markdown(result: Mapping[str, Any]) -> str:
         islands_parameters=f"{result['islands'][0]['parameters'] / 1e6:.1f}M",
         seen="; ".join(seen),
         exponent=result["scaling"]["exponent"],
-        fragmented=f"{result['scaling']['fragments'][0]['parameters'] / 1e6:.1f}M",
         memory_parameters=f"{result['memory']['bare loop']['parameters'] / 1e6:.2f}M",
     )

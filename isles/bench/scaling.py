@@ -25,17 +25,19 @@ SYNC_EVERY = 128
 
 
 def measure(
-    parameters: Sequence[int], fragments: Sequence[int], fragmented_parameters: int, rounds: int
+    parameters: Sequence[int], fragments: Sequence[int], fragmented_parameters: Sequence[int], rounds: int
 ) -> dict[str, Any]:
-    """The cost of a round over sizes, with the exponent of the power law, and over numbers of fragments."""
+    """The cost of a round over sizes, with the exponent of the power law, and over numbers of fragments, for each size
+    that is given, with what the most fragments cost against one.
+    """
     by_parameters = _costs([_Subject(each, 8) for each in parameters], rounds)
-    by_fragments = _costs([_Subject(fragmented_parameters, each) for each in fragments], rounds)
+    by_fragments = [_costs([_Subject(size, each) for each in fragments], rounds) for size in fragmented_parameters]
     points = [(row["parameters"], row["seconds"]) for row in by_parameters]
     return {
         "parameters": by_parameters,
         "exponent": exponent(points),
         "fragments": by_fragments,
-        "growth": by_fragments[-1]["seconds"] / by_fragments[0]["seconds"],
+        "growth": [rows[-1]["seconds"] / rows[0]["seconds"] for rows in by_fragments],
     }
 
 

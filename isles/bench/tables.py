@@ -126,14 +126,27 @@ def _sizes(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("scaling: cost of a round against parameters", head, cells)
 
 
-def _fragments(rows: Sequence[Mapping[str, Any]]) -> Table:
-    first = rows[0]["seconds"]
+def _fragments(sizes: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+    """A row for each number of fragments, columns for each size of model."""
+    head = ["fragments"]
+    for rows in sizes:
+        head += [f"{units.count(rows[0]['parameters'])}: a round", "against one", "a fragment"]
     cells = [
-        (str(row["fragments"]), _milliseconds(row["seconds"]), f"{row['seconds'] / first:.2f}x", _each(row))
-        for row in rows
+        (
+            str(alike[0]["fragments"]),
+            *(
+                cell
+                for row, rows in zip(alike, sizes, strict=True)
+                for cell in (
+                    _milliseconds(row["seconds"]),
+                    f"{row['seconds'] / rows[0]['seconds']:.2f}x",
+                    _each(row),
+                )
+            ),
+        )
+        for alike in zip(*sizes, strict=True)
     ]
-    head = ("fragments", "a round", "against one", "a fragment")
-    return Table("scaling: cost of a round against the number of fragments", head, cells)
+    return Table("scaling: cost of a round against the number of fragments", tuple(head), cells)
 
 
 def _each(row: Mapping[str, Any]) -> str:

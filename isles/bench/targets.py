@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isles.bench.engine import label
+from isles.view import units
 
 OVERHEAD_PARAMETERS, OVERHEAD_STEP_SECONDS = (9e6, 11e6), 0.1
 """The overhead is promised for models of this size, where a bare step takes at least so long."""
@@ -14,7 +15,7 @@ OVERHEAD_PARAMETERS, OVERHEAD_STEP_SECONDS = (9e6, 11e6), 0.1
 def check(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """All claims that can be checked with these results.
 
-    >>> [row["met"] for row in check({"scaling": {"exponent": 1.02, "growth": 0.9}})]
+    >>> [row["met"] for row in check({"scaling": {"exponent": 1.02, "fragments": [], "growth": []}})]
     [True, True]
     """
     return [*_codecs(result.get("codecs", {})), *_engine(result), *_scaling(result), *_memory(result)]
@@ -38,7 +39,9 @@ def _engine(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _scaling(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if scaling := result.get("scaling"):
         yield _at_most("cost of a round: exponent in the number of parameters", scaling["exponent"], 1.1)
-        yield _at_most("cost of a round: most fragments against one", scaling["growth"], 1.15)
+        for rows, growth in zip(scaling["fragments"], scaling["growth"], strict=True):
+            most, size = rows[-1]["fragments"], units.count(rows[-1]["parameters"])
+            yield _at_most(f"cost of a round: {most} fragments against one, {size}", growth, 1.15)
 
 
 def _memory(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from isles.core import agreement, fused_outer
 from isles.core.ahead import Ahead
@@ -41,6 +40,7 @@ from isles.core.arguments import check_arguments, check_device, check_options, c
 from isles.core.fragments import Fragment, cut, trainable_parameters
 from isles.core.method import Method
 from isles.core.outer import OuterSGD, mix, outer_gradient
+from isles.core.phases import phase
 from isles.core.replica import Replica
 from isles.core.schedule import Due, Schedule
 from isles.core.sharded import load_sharded, read_notes, save_sharded
@@ -164,7 +164,7 @@ class DiLoCo:
     def _send(self, due: Due) -> None:
         begin = time.perf_counter()
         fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
-        with record_function("isles.outer_gradient"):
+        with phase("isles.outer_gradient"):
             delta, finite = outer_gradient(state.anchor, fragment, state.residual)
         if self._island.any([not finite])[0]:
             self._recover(due)
@@ -192,14 +192,14 @@ class DiLoCo:
         self._count_send(due, handle, payload.num_bytes, fragment.numel, time.perf_counter() - begin)
 
     def _encode(self, delta: Tensor) -> Tensor:
-        with record_function("isles.encode"):
+        with phase("isles.encode"):
             return self._codec.encode(delta).cpu()
 
     def _apply(self, due: Due) -> None:
         fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
         fresh = state.rounds[due.round + self.method.delay_rounds] if self.method.update == "eager" else None
         self._outer_step(due, fresh)
-        with record_function("isles.mix"):
+        with phase("isles.mix"):
             mix(fragment, state.anchor, self.method.mixing)
 
     def _outer_step(self, due: Due, fresh: Sent | None = None) -> None:
@@ -215,7 +215,7 @@ class DiLoCo:
             self._total_weight = mean.total_weight or self._total_weight
             return
         delta = self._wait(due, stale)
-        with record_function("isles.outer_step"):
+        with phase("isles.outer_step"):
             own = [
                 (sent.codec, sent.body.to(state.anchor.device), sign * sent.share)
                 for sent, sign in ((fresh, 1.0), (stale, -1.0))
@@ -246,7 +246,7 @@ class DiLoCo:
     def _waiting(self, due: Due) -> Iterator[None]:
         """Counts the time that is spent waiting for a round."""
         begin = time.perf_counter()
-        with record_function("isles.wait"):
+        with phase("isles.wait"):
             yield
         seconds = time.perf_counter() - begin
         self.stats.applies += 1

@@ -92,13 +92,17 @@ class Fragment:
         """Every parameter, as a flat vector, with its part of another vector, to work on in place: one pass less over
         memory than `read` or `write`. None if that cannot be: other precisions, copies that ranks share out.
         """
-        tensors = self.tensors()
-        if any(copies.size > 1 for copies, _ in self._holdings) or not all(
-            tensor.dtype == flat.dtype and tensor.is_contiguous() and tensor.device == flat.device for tensor in tensors
-        ):
+        if any(copies.size > 1 for copies, _ in self._holdings):
             return None
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        return [(tensor.view(-1), part) for tensor, part in zip(tensors, parts, strict=True)]
+        dtype, device = flat.dtype, flat.device
+        pairs, start = [], 0
+        for tensor in self.tensors():
+            if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+                return None
+            stop = start + tensor.numel()
+            pairs.append((tensor.view(-1), flat[start:stop]))
+            start = stop
+        return pairs
 
     def snapshot(self) -> list[Tensor]:
         """Copies of the parameters as they are, in their own precision."""

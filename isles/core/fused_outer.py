@@ -21,11 +21,9 @@ register("isles.core.outer_kernels", [GROUP])
 
 def available(*tensors: Tensor) -> bool:
     """Whether `update` and `mix` can be called with these tensors."""
-    return (
-        kernels(GROUP) is not None
-        and all(tensor.dtype == torch.float32 and tensor.dim() == 1 for tensor in tensors)
-        and applies(*tensors)
-    )
+    if kernels(GROUP) is None or not applies(*tensors):
+        return False
+    return all([tensor.dtype == torch.float32 and tensor.dim() == 1 for tensor in tensors])
 
 
 def difference(anchor: Tensor, theta: Tensor, into: Tensor) -> bool:

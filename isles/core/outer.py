@@ -73,7 +73,10 @@ def outer_gradient(anchor: Tensor, fragment: Fragment, residual: Tensor | None) 
     if pairs is None:
         torch.sub(anchor, fragment.read(), out=delta)
     else:
-        for (theta, part), into in zip(pairs, delta.split([part.numel() for _, part in pairs]), strict=True):
+        start = 0
+        for theta, part in pairs:
+            into = delta[start : start + part.numel()]
+            start += part.numel()
             if fused_outer.available(part, theta, into):
                 finite.append(fused_outer.difference(part, theta, into))
             else:

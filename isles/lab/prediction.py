@@ -6,6 +6,7 @@ measured is payload. So the planner is told of a line that would carry just that
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Sequence
@@ -39,19 +40,14 @@ def coding_of(config: Event, processes: int, timed: bool) -> Coding | None:
     """How fast this machine encodes and decodes for a run, measured at the size of its largest fragment.
 
     All islands of the laboratory encode at the same step, on the same cores: where there are more processes than cores,
-    each gets its share of them. The threads that decode share the cores with those that train, unless these sleep.
+    each gets its share of them. What is done beside a loop that trains, not sleeps, takes from it unless there are two
+    cores for each process.
     """
     if not config["method"]:
         return None
     largest = max((int(each["numel"]) for each in config["fragments"]), default=int(config["parameters"]))
-    alone = _measured(config["method"]["codec"], largest)
-    training = 0 if timed else processes
-    crowd, talkers = (max(1.0, busy / (os.cpu_count() or 1)) for busy in (processes, processes + training))
-    return Coding(
-        encode_per_second=alone.encode_per_second / crowd,
-        decode_per_second=alone.decode_per_second / talkers,
-        apply_per_second=alone.apply_per_second / crowd,
-    )
+    alone, cores = _measured(config["method"]["codec"], largest), os.cpu_count() or 1
+    return alone.shared(crowd=max(1.0, processes / cores), spare_cores=timed or 2 * processes <= cores)
 
 
 _measured = functools.lru_cache(maxsize=None)(measure)
@@ -68,23 +64,25 @@ def predicted(
     """`planned_utilization` and what goes with it; None where the planner has no model of the run."""
     method = Method(**config["method"]) if config["method"] else None
     if ranks > 1 and method is None:
-        return {"planned_utilization": None, "planned_step_seconds": None, "planned_bytes_sent": None}
+        return dict.fromkeys(("planned_utilization", "planned_step_seconds", "planned_bytes_sent", "planned_coding"))
     rates = [FRAMING * rate for rate in payload_bits_per_second]
     slowest = [min(rate, rates[island - 1]) for island, rate in enumerate(rates)]
     fleet = [
         Island(step_seconds=seconds, link=Link.symmetric(rate, latency_seconds))
         for seconds, rate in zip(reference, slowest, strict=True)
     ]
+    coding = coding_of(config, len(fleet) * ranks, timed="step_seconds" in config["config"])
     found = predict(
         workload_of(config, max(reference), ranks),
         fleet,
         method,
         reduction=(config.get("config") or {}).get("reduction", "auto"),
-        coding=coding_of(config, len(fleet) * ranks, timed=(config.get("config") or {}).get("model") == "timed"),
+        coding=coding,
     )
     steps, islands = int(config["config"]["steps"]), len(fleet)
     return {
         "planned_utilization": float(found.utilisation),
         "planned_step_seconds": float(found.step_seconds),
         "planned_bytes_sent": round(found.bytes_per_step * steps * islands),
+        "planned_coding": None if coding is None else dataclasses.asdict(coding),
     }

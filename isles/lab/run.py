@@ -95,8 +95,10 @@ def run(options: Options, program: Program, say: Say) -> dict[str, Any]:
         flags = program.flags_of_run(folder / "run")
         commands = [nodes.torchrun(network, island, flags, ranks=options.ranks) for island in range(options.islands)]
         say(f"running on {options.islands} islands: {program.name} {' '.join(program.arguments)}")
+        begin = _processor_ticks()
         with watching(TrainConfig(run=str(folder / "run"), steps=program.config.steps)):
             samples = _run_to_the_end(network, options, commands, program.config.timeout_seconds)
+        record["cpu_stolen"] = _stolen(begin, _processor_ticks())
         if options.reference_steps and options.reference_twice:
             references.append(_reference(options, network, program, "reference-after", say))
     alone = [statistics.fmean(each) for each in zip(*references, strict=True)]
@@ -110,6 +112,21 @@ def run(options: Options, program: Program, say: Say) -> dict[str, Any]:
         rates = record["bandwidth_measured_by_island"]
         record |= prediction.predicted(config, alone, rates, latency_seconds=options.latency, ranks=options.ranks)
     return _written(folder, record)
+
+
+def _processor_ticks() -> list[int]:
+    """What all cores have done since the start, by kind (man 5 proc, /proc/stat)."""
+    return [int(ticks) for ticks in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+
+
+def _stolen(begin: list[int], end: list[int]) -> float:
+    """The share of a time in which the host of a virtual machine ran something else: a figure of such a run is noise.
+
+    >>> _stolen([0] * 10, [50, 0, 10, 30, 0, 0, 0, 10, 0, 0])
+    0.1
+    """
+    spent = [after - before for before, after in zip(begin, end, strict=True)]
+    return spent[7] / max(1, sum(spent[:8]))
 
 
 def _reference(options: Options, network: Network, program: Program, name: str, say: Say) -> list[float]:

@@ -1,15 +1,18 @@
 """What it costs to turn an outer gradient into bytes and back: time that no bandwidth can buy.
 
-Three costs, each in parameters per second of one process (rank):
+Five costs, each in parameters per second of one process (rank), in the order in which a fragment meets them:
 
-    encode   the training loop: anchor - weights, checked and encoded. The loop stands still meanwhile.
-    decode   the thread that talks to the link: checksum, decode and add one payload. The link stands still meanwhile.
-    apply    the training loop: the outer step, and writing the weights.
+    gradient   anchor - weights, checked                      the training loop
+    encode     one payload                                    beside the loop; in it with delayed and eager updates
+    decode     checksum, decode and add one payload           beside the loop; eager updates do two more in it
+    outer      the outer step                                 as encode
+    mix        writing the weights                            the training loop
 
-On a CPU, with fresh updates, the engine does a part of this in threads beside the loop; that is not counted on here.
-With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, and the means of
-all. How fast that is differs a hundredfold between one core and a GPU, so no speed is assumed: coding is taken to keep
-up unless speeds are given, or `isles plan --measure-coding` measures the machine it runs on.
+With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, while the link is busy
+anyway, and the means of all. What is done beside the loop takes a core: where all of them train (`spare_cores=False`),
+it takes as much from the loop instead. How fast all this is differs a hundredfold between one core and a GPU, so no
+speed is assumed: coding is taken to keep up unless speeds are given, or `isles plan --measure-coding` measures the
+machine it runs on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from isles.plan.quantities import positive
 
@@ -30,20 +34,41 @@ class Coding:
     inf
     """
 
-    encode_per_second: float
-    decode_per_second: float
-    apply_per_second: float
+    gradient_per_second: float = math.inf
+    encode_per_second: float = math.inf
+    decode_per_second: float = math.inf
+    outer_per_second: float = math.inf
+    mix_per_second: float = math.inf
+    spare_cores: bool = True
+    """Whether there are cores for what is done beside the loop."""
 
     def __post_init__(self) -> None:
-        for name in ("encode_per_second", "decode_per_second", "apply_per_second"):
-            value = getattr(self, name)
+        for name, value in self.speeds().items():
             if value != math.inf:
                 positive(value, f"{name}={value}")
 
     @classmethod
     def free(cls) -> Coding:
         """Coding that takes no time, as in the papers."""
-        return cls(encode_per_second=math.inf, decode_per_second=math.inf, apply_per_second=math.inf)
+        return cls()
+
+    def speeds(self) -> dict[str, float]:
+        """By name."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "spare_cores"}
+
+    def at(self, **speeds: float) -> Coding:
+        """With other speeds."""
+        changes: dict[str, Any] = dict(speeds)
+        return replace(self, **changes)
+
+    def shared(self, crowd: float, spare_cores: bool) -> Coding:
+        """Of one process where so many share a core.
+
+        >>> Coding(encode_per_second=8e6).shared(2.0, True).encode_per_second
+        4000000.0
+        """
+        slower = self.at(**{name: speed / crowd for name, speed in self.speeds().items()})
+        return replace(slower, spare_cores=spare_cores)
 
 
 def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:
@@ -65,26 +90,31 @@ def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:
     velocity = outer.init(anchor)
     body = chosen.encode(anchor)
 
+    def gradient() -> None:
+        torch.sub(anchor, weights, out=empty(numel))
+
     def encode() -> None:
-        chosen.encode_if_finite(torch.sub(anchor, weights, out=empty(numel)))
+        chosen.encode_if_finite(mean)
 
     def decode() -> None:
         message.checksum(body)
         reduction.weighted_mean([body], [1.0], chosen, numel)
 
-    def apply() -> None:
-        outer.update(anchor, mean, velocity)
+    def step() -> None:
+        outer.updated(anchor, mean, velocity)
+
+    def blend() -> None:
         mix_vectors(weights, anchor, 0.5)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
-            seconds = [_best(action, repeats) for action in (encode, decode, apply)]
+            seconds = [_best(action, repeats) for action in (gradient, encode, decode, step, blend)]
     finally:
         torch.set_num_threads(threads)
-    encode_rate, decode_rate, apply_rate = (numel / second for second in seconds)
-    return Coding(encode_per_second=encode_rate, decode_per_second=decode_rate, apply_per_second=apply_rate)
+    free = Coding.free()
+    return free.at(**dict(zip(free.speeds(), (numel / second for second in seconds), strict=True)))
 
 
 def _best(action: Callable[[], None], repeats: int) -> float:

@@ -193,11 +193,8 @@ def _coding(args: argparse.Namespace, variants: list[Variant]) -> dict[str, Codi
     found = {}
     for codec in dict.fromkeys(variant.codec for variant in variants):
         speed = measure(codec) if args.measure_coding else Coding.free()
-        found[codec] = Coding(
-            encode_per_second=encode or speed.encode_per_second,
-            decode_per_second=decode or speed.decode_per_second,
-            apply_per_second=speed.apply_per_second,
-        )
+        given = {"encode_per_second": encode, "decode_per_second": decode}
+        found[codec] = speed.at(**{name: value for name, value in given.items() if value})
     return found
 
 

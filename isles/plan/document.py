@@ -83,9 +83,10 @@ ASSUMPTIONS = """## Assumptions
   slowest island's link. TCP is taken to fill it: no slow start, no loss, windows as large as bandwidth times delay.
   Gloo passes headers and all-gathered bodies around a ring: M - 1 hops of one latency each.
 - Steps take the same time each time. Islands may differ from each other; jitter is not modelled.
-- Encoding and applying stop the training loop, decoding stops the link: what isles does now. How fast
-  that is depends on the hardware, so it is left out unless `--encode-rate`, `--decode-rate` (parameters a second of one
-  rank) or `--measure-coding` say it. Coding and training are then taken to have a core each.
+- Encoding, decoding and the outer step are done beside the training loop with fresh updates, in it with delayed and
+  eager ones. How fast that is depends on the hardware, so it is left out unless `--encode-rate`, `--decode-rate`
+  (parameters a second of one rank) or `--measure-coding` say it. Coding and training are then taken to have cores of
+  their own.
 - The time of a step is yours to give, or measured (`--events`). Presets without a published one scale 1B's; their
   ranks per island follow from 6 operations a parameter and token at 400 TFLOP/s a rank.
 - Failures are independent and exponential. With `--on-loss restart` (what isles does) all islands go back to the

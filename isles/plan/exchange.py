@@ -1,8 +1,7 @@
 """What one round costs on a real link: bytes, hops, seconds.
 
 An exchange of `TorchWorld` is headers first, so that nobody sends a body that the others do not expect, then
-bodies. One thread per island does it all, one round after the other, and decodes what has arrived before it turns
-to the next round.
+bodies, one round after the other. Threads beside the one that talks encode what is to be sent and read what has come.
 
     all-gather       header and body go around a ring of M islands: M - 1 payloads out of every island, and into it
     reduce-scatter   every island gets its piece of each payload, averages it, and the means go around: 2 (M - 1) /
@@ -23,6 +22,7 @@ from isles.plan.coding import Coding
 from isles.plan.simulate import Seconds
 
 if TYPE_CHECKING:
+    from isles.core.method import Update
     from isles.wire.reduction import Reduction
     from isles.wire.world import Payload
 
@@ -41,8 +41,13 @@ class Round:
     hops: int
     """Messages that wait for each other."""
     encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    """In the loop, when it is sent."""
+    before_seconds: float = 0.0
+    """Beside the loop, before it is on the link."""
+    after_seconds: float = 0.0
+    """Beside the loop, after it has been on the link."""
     apply_seconds: float = 0.0
+    """In the loop, when it is applied."""
 
     def link_seconds(self, bits_per_second: Seconds, latency_seconds: float) -> Seconds:
         """How long the link is busy with it.
@@ -54,12 +59,18 @@ class Round:
 
 
 def fragment_round(
-    numel: int, codec: str, islands: int, *, ranks: int = 1, reduction: Reduction = "auto", coding: Coding
+    numel: int,
+    codec: str,
+    islands: int,
+    *,
+    ranks: int = 1,
+    reduction: Reduction = "auto",
+    update: Update = "fresh",
+    coding: Coding,
 ) -> Round:
     """A round of a fragment of so many parameters, shared by the ranks of an island."""
     from isles.wire import reduction as forms
     from isles.wire.codecs import codecs
-    from isles.wire.torch_world import SLICE_BYTES
 
     chosen = codecs[codec]
     form = forms.choose(reduction, islands, chosen)
@@ -67,18 +78,25 @@ def fragment_round(
     num_bytes = ranks * forms.traffic(form, islands, _weightless(shard, codec))
     ring = islands - 1
     if form == "all-gather":
-        hops, encoded, decoded = 2 * ring, 0, islands * shard
+        hops, hidden = 2 * ring, 0.0
+        after = islands * shard / coding.decode_per_second
     else:
         piece = forms.piece_numel(shard, islands, chosen)
-        slices = -(-chosen.num_bytes(piece) // SLICE_BYTES)  # pieces are handed over slice by slice
-        hops, encoded, decoded = 2 * ring + slices, piece, 2 * islands * piece
-    return Round(
-        num_bytes,
-        hops,
-        encode_seconds=shard / coding.encode_per_second,
-        decode_seconds=decoded / coding.decode_per_second + encoded / coding.encode_per_second,
-        apply_seconds=shard / coding.apply_per_second,
-    )
+        hops = 3 * ring
+        # One half of a piece is averaged while the other one is on the link.
+        hidden = islands * piece / coding.decode_per_second + piece / coding.encode_per_second
+        after = islands * piece / coding.decode_per_second
+    gradient, encode = shard / coding.gradient_per_second, shard / coding.encode_per_second
+    step, mix = shard / coding.outer_per_second, shard / coding.mix_per_second
+    if update == "fresh":
+        loop, before, after, apply = gradient, encode, after + step, mix
+    else:
+        loop, before, apply = gradient + encode, 0.0, step + mix
+        if update == "eager":  # a copy of the mean, the own fresh contribution in, the stale one out
+            apply += gradient + 2 * shard / coding.decode_per_second
+    if not coding.spare_cores:
+        apply += before + hidden + after
+    return Round(num_bytes, hops, loop, before, after, apply)
 
 
 def gradient_round(numel: int, islands: int) -> Round:

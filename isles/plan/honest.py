@@ -1,7 +1,7 @@
 """isles as it is, put into the simulator: exact payloads, real collectives, whole fragments, coding that takes time.
 
-After an inner step the engine sends the fragments that are due (encoding stops the loop), then applies those that
-are due (waiting stops the loop). So a fragment is queued at the end of one step and waited for at the end of
+After an inner step the engine sends the fragments that are due, then applies those that are due (waiting stops the
+loop). So a fragment is queued at the end of one step and waited for at the end of
 another, `lateness` steps later: with overlap 0 that is at once.
 
 Data-parallel training is torch's DistributedDataParallel: gradients are collected into buckets (the first of 1 MiB,
@@ -75,7 +75,8 @@ def predict(
             ready=due.ready,
             link_seconds=np.asarray(due.round.link_seconds(bandwidths, longest_latency_seconds(fleet)))[..., None],
             encode_seconds=due.round.encode_seconds,
-            decode_seconds=due.round.decode_seconds,
+            before_seconds=due.round.before_seconds,
+            after_seconds=due.round.after_seconds,
             apply_seconds=due.round.apply_seconds,
         )
         for due in rounds
@@ -114,7 +115,15 @@ def rounds_of(
     return Schedule.of(method, len(sizes)), [
         DueRound(
             index,
-            fragment_round(numel, method.codec, islands, ranks=workload.ranks, reduction=reduction, coding=speed),
+            fragment_round(
+                numel,
+                method.codec,
+                islands,
+                ranks=workload.ranks,
+                reduction=reduction,
+                update=method.update,
+                coding=speed,
+            ),
         )
         for index, numel in enumerate(sizes)
     ]

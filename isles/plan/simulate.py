@@ -7,9 +7,11 @@ the engine. A `Part` is what is reduced in one go: a fragment (isles), a layer (
 (data-parallel). For the time t at which things happen on island m:
 
     queue   t_m += encode                            done by the training loop itself
-            start = max over islands of max(t_m, free_m)     everybody must be there, and done with the part before
-            free_m = start + link + decode_m         first in, first out; whoever talks to the link also decodes
-    wait    t_m = max(t_m, free_m of that round) + apply
+            ready_m = max(t_m, ready_m) + before     beside the loop, one part after the other
+            start = max over islands of max(ready_m, free_m)     everybody must be there, and done with the part before
+            free_m = start + link + decode_m         first in, first out; what the one who talks to the link does
+            there_m = max(free_m, there_m) + after   beside the loop and the link
+    wait    t_m = max(t_m, there_m of that round) + apply
 
 Only maxima and sums: a max-plus linear system, with one more round in each period of H steps. Such a system settles
 into a rhythm, and the length of a period in that rhythm has bounds that are true at *any* state: over one period no
@@ -55,7 +57,9 @@ class Part:
     needed: float = 0.0
     """Where it is waited for, in steps from the end of the step after which its fragment is applied: 0 or more."""
     encode_seconds: Seconds = 0.0
+    before_seconds: Seconds = 0.0
     decode_seconds: Seconds = 0.0
+    after_seconds: Seconds = 0.0
     apply_seconds: Seconds = 0.0
 
 
@@ -159,25 +163,29 @@ def run(schedule: Schedule, parts: Sequence[Part], step_seconds: Sequence[float]
 
 
 class _Islands:
-    """The state: the time on every island, when its talker is free, and when each round in flight is there."""
+    """The state: the time on every island, when those who work beside it are free, and when each round in flight is
+    there.
+    """
 
     def __init__(self, parts: Sequence[Part], step_seconds: Sequence[float], in_flight: Sequence[int]) -> None:
         self.step_seconds = np.asarray(step_seconds, dtype=np.float64)
         busy = [np.asarray(part.link_seconds) + np.asarray(part.decode_seconds) for part in parts]
         loop = [(np.asarray(part.encode_seconds), np.asarray(part.apply_seconds)) for part in parts]
         shape = np.broadcast_shapes(self.step_seconds.shape, *(cost.shape for pair in loop for cost in pair))
+        beside = [(np.asarray(part.before_seconds), np.asarray(part.after_seconds)) for part in parts]
+        shape = np.broadcast_shapes(shape, *(cost.shape for pair in beside for cost in pair))
         shape = np.broadcast_shapes(shape, *(cost.shape for cost in busy))
         self._busy = [np.broadcast_to(cost, shape) for cost in busy]
-        self._loop = loop
-        self.clock = np.zeros(shape)
-        self.free = np.zeros(shape)
+        self._loop, self._beside = loop, beside
+        self.clock, self.ready, self.free, self.there = np.zeros((4, *shape))
         self.arrivals = [deque(np.zeros((count, *shape))) for count in in_flight]
 
     def go(self, todo: Iterable[Action], position: float, end: float) -> None:
         """Moves every island from one position to another."""
-        clock, free = self.clock, self.free
+        clock, ready, free, there = self.clock, self.ready, self.free, self.there
         for action in todo:
             encode, apply = self._loop[action.part]
+            before, after = self._beside[action.part]
             if action.position > position:
                 clock = clock + (action.position - position) * self.step_seconds
                 position = action.position
@@ -185,16 +193,22 @@ class _Islands:
                 clock = np.maximum(clock, self.arrivals[action.part].popleft()) + apply
             else:
                 clock = clock + encode
-                start = np.maximum(clock, free).max(axis=-1, keepdims=True)
+                ready = np.maximum(clock, ready) + before
+                start = np.maximum(ready, free).max(axis=-1, keepdims=True)
                 free = start + self._busy[action.part]
-                self.arrivals[action.part].append(free)
-        self.clock, self.free = clock + (end - position) * self.step_seconds, free
+                there = np.maximum(free, there) + after
+                self.arrivals[action.part].append(there)
+        self.clock = clock + (end - position) * self.step_seconds
+        self.ready, self.free, self.there = ready, free, there
 
     def times(self) -> Array:
         """[times, ..., islands]: everything that what comes next depends on."""
-        return np.stack([self.clock, self.free, *(time for queue in self.arrivals for time in queue)])
+        own = self.clock, self.ready, self.free, self.there
+        return np.stack([*own, *(time for queue in self.arrivals for time in queue)])
 
     def least_period(self, compute: Array) -> Array:
-        """[...]: no period is shorter than what the busiest island computes, nor than what its talker has to do."""
+        """[...]: no period is shorter than what an island computes, nor than what is done beside it."""
         computing = compute + sum(encode + apply for encode, apply in self._loop)
-        return np.asarray(np.maximum(computing, sum(self._busy)).max(axis=-1))
+        before, after = (sum(costs) for costs in zip(*self._beside, strict=True))
+        longest = np.maximum(np.maximum(computing, sum(self._busy)), np.maximum(before, after))
+        return np.asarray(longest.max(axis=-1))

@@ -1,7 +1,8 @@
 """How large a study is: the dial that a user with more hardware turns up.
 
     quick   seconds: does every study still work?  Its numbers mean nothing.
-    cpu     decoders of up to about 1M parameters on bytes, 2,100 steps: whole rounds of 30 and of 100
+    cpu     decoders of 0.2M parameters, in the study of scaling of up to 1.2M, on bytes, 2,100 steps: whole rounds of
+            30 and of 100
     paper   the papers' models and settings, for GPUs (not run by us)
 
 `model` carries the main comparisons, `small_model` the grids of many runs, `tiny_model` the runs that are long for
@@ -106,11 +107,11 @@ SCALES = {
     "cpu": Scale(
         name="cpu",
         data="stdlib",
-        model="mini",
+        model="micro",
         small_model="micro",
         tiny_model="nano",
         deep_model="12x4x64",
-        ladder=("nano", "micro", "5x4x96", "mini", "6x4x192"),
+        ladder=("nano", "3x4x48", "micro", "5x4x96", "mini"),
         steps=2100,
         batch_size=4,
         sequence_length=64,

@@ -62,14 +62,16 @@ class TrainConfig:
     """Batches whose gradients make one inner step."""
     sequence_length: int = 128
     """Tokens in a sequence."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """The inner optimizer; muon: Muon for the matrices inside layers, AdamW for the rest."""
     learning_rate: float = 3e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: int = 100
     """Steps of linear warm-up."""
     final_learning_rate: float = 0.05
     """Where the cosine ends, as a fraction of the peak."""
     weight_decay: float | None = None
-    """Of AdamW (default: 1 / steps)."""
+    """Of the inner optimizer (default: 1 / steps)."""
     beta2: float = 0.99
     """Of AdamW; beta1 is 0.9."""
     clip: float = 1.0

@@ -29,6 +29,7 @@ from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
 from isles.train.launch import STOP_FILE
 from isles.train.model import Decoder, build_model, language_loss
+from isles.train.muon import Muon, groups_of
 from isles.train.place import Place
 from isles.train.shards import ShardedCheckpoints
 from isles.train.synchronise import Cost, DataParallel, Islands, Synchroniser
@@ -81,8 +82,11 @@ class Trainer:
         if self.in_shards:
             shards.shard(self.model, place.mesh["rank"])
         decay = 1 / config.steps if config.weight_decay is None else config.weight_decay
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2), weight_decay=decay
+        settings: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, config.beta2), "weight_decay": decay}
+        self.optimizer: torch.optim.Optimizer = (
+            Muon(groups_of(self.model), **settings)
+            if config.optimizer == "muon"
+            else torch.optim.AdamW(self.model.parameters(), **settings)
         )
         keep, kept_in = config.keep_checkpoints, self.folder / "checkpoints"
         self.checkpoints = Checkpoints(kept_in, place.rank, keep)

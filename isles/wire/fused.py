@@ -33,14 +33,16 @@ register("isles.wire.kernels", GROUPS)
 
 def applies(*tensors: Tensor) -> bool:
     """Whether kernels can work on the memory of these tensors."""
-    return all(
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and type(tensor) is Tensor
-        and not tensor.requires_grad
-        and tensor.data_ptr() % tensor.itemsize == 0
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if (
+            not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or type(tensor) is not Tensor
+            or tensor.requires_grad
+            or tensor.data_ptr() % tensor.itemsize
+        ):
+            return False
+    return True
 
 
 def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:

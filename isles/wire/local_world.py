@@ -214,7 +214,8 @@ class _Table:
 
     def _reduce(self, payloads: list[Payload]) -> Mean:
         forms = [reduction.choose(self.reduction, self.size, payload.codec) for payload in payloads]
-        message.agree([Header.of_payload(payload, form) for payload, form in zip(payloads, forms, strict=True)])
+        if self.size > 1:
+            message.agree([Header.of_payload(payload, form) for payload, form in zip(payloads, forms, strict=True)])
         first, weights = payloads[0], [payload.weight for payload in payloads]
         if forms[0] == "all-gather":
             values = reduction.weighted_mean([payload.body for payload in payloads], weights, first.codec, first.numel)

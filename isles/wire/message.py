@@ -109,9 +109,10 @@ def verify(header: Header, body: Tensor, rank: int, reader: int) -> None:
     _compare(checksum(body), header.checksum, f"the payload of island {rank} ({header.about()})", reader)
 
 
-def seal(piece: Tensor) -> Tensor:
-    """A piece of a body with its checksum behind it."""
-    return torch.cat([piece, torch.frombuffer(bytearray(CHECKSUM.pack(checksum(piece))), dtype=torch.uint8)])
+def seal(sealed: Tensor) -> None:
+    """Puts the checksum of a piece of a body behind it, in the last bytes of a tensor that has room for both."""
+    piece = sealed[: -CHECKSUM.size]
+    sealed[-CHECKSUM.size :] = torch.frombuffer(bytearray(CHECKSUM.pack(checksum(piece))), dtype=torch.uint8)
 
 
 def unseal(sealed: Tensor, what: str, reader: int) -> Tensor:

@@ -28,13 +28,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from isles.wire import message, reduction
-from isles.wire.message import Header
+from isles.wire.codec import Codec
+from isles.wire.message import CHECKSUM, Header
 from isles.wire.reduction import Reduction, check_reduction, choose
 from isles.wire.worker import Worker
 from isles.wire.world import LostPeerError, Mean, Payload
 
-SLICE_BYTES, SHORTEST_SLICE_BYTES = 1 << 20, 1 << 15
-"""At most, and if possible at least, this much of a body goes into one collective."""
+SLICE_BYTES = 1 << 20
+"""At most this much of a body goes into one collective."""
 
 
 class TorchWorld:
@@ -123,22 +124,47 @@ class TorchWorld:
         return read
 
     def _reduce_scatter(self, payload: Payload, headers: list[Header], weights: list[float]) -> Callable[[], Tensor]:
+        """Every island gets its piece of all bodies, in halves, averages it, and the means are collected.
+
+        While one half is averaged the other one is on the link. The last means are sent when all checksums were right:
+        nobody completes a round that was damaged on its way to somebody.
+        """
         codec, about = payload.codec, headers[0].about()
-        size = reduction.piece_numel(payload.numel, self.size, codec)
         pieces = reduction.split(payload.body, payload.numel, self.size, codec)
-        received = self._distribute(torch.stack([message.seal(piece) for piece in pieces]))
-        own = [
-            message.unseal(row, f"a piece of island {rank} ({about})", self.rank) for rank, row in enumerate(received)
-        ]
-        mean = codec.encode(reduction.weighted_mean(own, weights, codec, size))
-        sealed = self._collect(message.seal(mean))
+        length = pieces.shape[1]
+        sent, received, means = torch.empty(3, self.size, length + CHECKSUM.size, dtype=torch.uint8)
+        sent[:, :length] = pieces
+        for row in sent:
+            message.seal(row)
+        received[self.rank] = sent[self.rank]
+        mean = torch.empty_like(sent[0])
+
+        def average(half: slice) -> None:
+            body = slice(half.start, min(half.stop, length))
+            numel = (body.stop - body.start) // codec.block_bytes * codec.block
+            values = reduction.weighted_mean([row[body] for row in received], weights, codec, numel)
+            codec.encode(values, out=mean[body])
+
+        halves = _halves(length, codec)
+        for number, half in enumerate(halves):
+            works = self._pass_on(sent, received, half, 1)
+            if number > 0:
+                average(halves[number - 1])
+            self._wait(works)
+            for distance in range(2, self.size):
+                self._wait(self._pass_on(sent, received, half, distance))
+        going = [work for half in halves[:-1] for work in self._start_collecting(means, mean, half)]
+        for rank, row in enumerate(received):
+            message.unseal(row, f"a piece of island {rank} ({about})", self.rank)
+        average(halves[-1])
+        message.seal(mean)
+        self._wait([*going, *self._start_collecting(means, mean, halves[-1])])
 
         def read() -> Tensor:
-            means = [
-                message.unseal(row, f"the mean of island {rank} ({about})", self.rank)
-                for rank, row in enumerate(sealed)
+            checked = [
+                message.unseal(row, f"the mean of island {rank} ({about})", self.rank) for rank, row in enumerate(means)
             ]
-            return reduction.decode_pieces(means, codec, payload.numel)
+            return reduction.decode_pieces(checked, codec, payload.numel)
 
         return read
 
@@ -157,28 +183,42 @@ class TorchWorld:
 
     def _collect(self, own: Tensor) -> list[Tensor]:
         """Everybody's tensor; all have the same size."""
-        received = list(torch.empty(self.size, own.numel(), dtype=torch.uint8))
-        self._wait(
-            dist.all_gather([row[cut] for row in received], own[cut], group=self._group, async_op=True)
-            for cut in _slices(own.numel())
-        )
-        return received
+        received = torch.empty(self.size, own.numel(), dtype=torch.uint8)
+        self._wait(self._start_collecting(received, own, slice(0, own.numel())))
+        return list(received)
 
-    def _distribute(self, pieces: Tensor) -> list[Tensor]:
-        """Row r of everybody's table goes to island r: returns everybody's row for this island."""
-        cuts = _slices(pieces.shape[1])
-        outgoing = [pieces[:, cut].contiguous() for cut in cuts]
-        incoming = [torch.empty_like(part) for part in outgoing]
-        self._wait(
-            dist.all_to_all_single(theirs, ours, group=self._group, async_op=True)
-            for theirs, ours in zip(incoming, outgoing, strict=True)
-        )
-        return list(torch.cat(incoming, dim=1))
+    def _start_collecting(self, received: Tensor, own: Tensor, part: slice) -> list[Any]:
+        """Starts to collect a part of everybody's tensor in the rows of a table."""
+        return [
+            self._start(dist.all_gather, [row[cut] for row in received], own[cut], async_op=True)
+            for cut in _slices(part)
+        ]
+
+    def _pass_on(self, pieces: Tensor, received: Tensor, part: slice, distance: int) -> list[Any]:
+        """Starts to give the island so many places on its row of a table, and to receive one's own row.
+
+        All islands at once would be simpler, and slower: where several senders meet on one link, other links stand idle
+        (docs/log.md).
+        """
+        to, origin = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        return [
+            work
+            for cut in _slices(part)
+            for work in (
+                self._start(dist.irecv, received[origin, cut], group_src=origin),
+                self._start(dist.isend, pieces[to, cut], group_dst=to),
+            )
+        ]
+
+    def _start(self, what: Callable[..., Any], *tensors: Any, **more: Any) -> Any:
+        try:
+            return what(*tensors, group=self._group, **more)
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def _wait(self, works: Iterable[Any]) -> None:
-        """Starts all of them, then waits for each: the next slice is on the link while one is being put away."""
         try:
-            for work in list(works):
+            for work in works:
                 work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
@@ -224,10 +264,24 @@ def _ranks_of(group_or_mesh: Any) -> list[int]:
     return ranks
 
 
-def _slices(num_bytes: int) -> list[slice]:
-    """Eight of them, but not very short or long ones: so that a link is kept busy while slices are handed over."""
-    size = min(SLICE_BYTES, max(SHORTEST_SLICE_BYTES, -(-num_bytes // 8)))
-    return [slice(at, min(at + size, num_bytes)) for at in range(0, num_bytes, size)]
+def _slices(part: slice) -> list[slice]:
+    """What goes into one collective each."""
+    starts = range(part.start, part.stop, SLICE_BYTES)
+    return [slice(start, min(start + SLICE_BYTES, part.stop)) for start in starts]
+
+
+def _halves(num_bytes: int, codec: Codec) -> list[slice]:
+    """Two parts of a piece of so many bytes, of whole blocks each, the checksum behind it with the second; or only one.
+
+    >>> from isles.wire.codecs import codecs
+    >>> _halves(10 * 66, codecs["e3m0"])
+    [slice(0, 330, None), slice(330, 664, None)]
+    """
+    middle = num_bytes // codec.block_bytes // 2 * codec.block_bytes
+    end = num_bytes + CHECKSUM.size
+    if middle == 0 or codec.stochastic:  # whose rounding depends on where in its piece a block stands
+        return [slice(0, end)]
+    return [slice(0, middle), slice(middle, end)]
 
 
 def _tensor_of(data: bytes) -> Tensor:

@@ -18,6 +18,7 @@ NAMES = (
     "evaluated-weights",
     "scaling",
     "non-iid",
+    "recipe",
 )
 
 

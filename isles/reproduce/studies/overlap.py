@@ -30,7 +30,8 @@ def _configurations(scale: Scale) -> dict[str, Job]:
         for other in scale.few(sorted({1, min(4, every - 1), every // 2})):
             method = Method.streaming(sync_every=every, overlap=1, mixing=0.5)
             jobs[f"unequal 1 and {other}"] = scale.job(method, model=small, overlaps=(1, other))
-    for model, period in dict.fromkeys([(small, every), (scale.model, every), (small, scale.periods[-3:][0])]):
+    sizes = [(small, every), (scale.model, every), (scale.tiny_model, every), (small, scale.periods[-3:][0])]
+    for model, period in dict.fromkeys(sizes):
         for mixing in scale.few(LONG_MIXINGS):
             method = Method.streaming(sync_every=period, overlap=period - 1, mixing=mixing)
             jobs[f"{model}, H = {period}: overlap {period - 1}, mixing {mixing:g}"] = scale.job(method, model=model)
