@@ -266,6 +266,14 @@ def test_nothing_that_reaches_it_is_better_than_what_is_recommended(bandwidth, p
     assert best.utilisation >= 0.8
 
 
+@pytest.mark.parametrize("bandwidth", [1e8, 1e7])
+def test_eager_updates_are_recommended_with_mixing(bandwidth):
+    best = recommend(question(bandwidth), 0.95)
+    assert best.variant.family == "distant"
+    assert best.variant.method() == isles.Method.eager(sync_every=best.variant.sync_every, mixing=0.5)
+    assert "not published" in best.penalty.quote
+
+
 def test_what_cannot_be_reached_is_said():
     best = recommend(question(1e3), 0.99)
     assert not best.reached

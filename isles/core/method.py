@@ -191,6 +191,13 @@ class Method:
         """Eager updates (2502.12996): one round late, but for the island's own share, which is fresh."""
         return cls(**{"update": "eager", "codec": "e3m0", **knobs})
 
+    @classmethod
+    def distant(cls, **knobs: Any) -> Method:
+        """For very slow links, ours: eager updates with mixing, so that an island keeps half of what it has learned
+        while its result was on the way (docs/reproduction.md, `overlap`).
+        """
+        return cls.eager(**{"mixing": 0.5, **knobs})
+
     @property
     def lateness(self) -> int:
         """Inner steps between the send of a round and the outer step that uses it."""

@@ -14,6 +14,7 @@ from isles.lab import prediction
 from isles.lab.cells import KINDS, Kind
 from isles.lab.sweep import Group, Record, groups
 from isles.plan import Link, alike, predict
+from isles.plan.coding import Coding
 from isles.plan.exchange import FRAMING
 from isles.plan.quantities import format_bandwidth
 
@@ -74,7 +75,7 @@ def curve(kind: Kind, own: Sequence[Group]) -> tuple[Any, Any]:
         fleet,
         method,
         reduction=kind.reduction,
-        coding=prediction.coding_of({**record, "method": record["knobs"]}, kind.islands, kind.timed),
+        coding=Coding(**record["planned_coding"]) if record.get("planned_coding") else None,
         bits_per_second=rates * FRAMING * statistics.fmean(carried),
     )
     return rates, found.utilisation

@@ -135,9 +135,9 @@ def table(records: Sequence[Record]) -> str:
         lines += [
             f"**{kind.title[0].upper()}{kind.title[1:]}**",
             "",
-            "| method | link | runs | utilisation | spread | planned | step, alone | step | waiting | isles sent "
-            "| in theory | kernel / isles | peak rate | steps | loss |",
-            "|" + 15 * "---|",
+            "| method | link | runs | utilisation | spread | planned | in the log | step, alone | step | waiting "
+            "| isles sent | in theory | kernel / isles | peak rate | steps | loss |",
+            "|" + 16 * "---|",
             *(_row(group) for group in rows),
             "",
         ]
@@ -156,6 +156,7 @@ def _row(group: Group) -> str:
         units.share(group.mean("steady_utilization")),
         f"{100 * min(shares):.3g} to {100 * max(shares):.3g} %" if len(shares) > 1 else "-",
         units.share(group.mean("planned_utilization")),
+        units.share(group.mean("event_log_utilization")),
         "-" if alone is None else f"{1e3 * alone:.3g} ms",
         "-" if step is None else f"{1e3 * step:.4g} ms",
         "-" if waiting is None else f"{waiting:.2f} s",

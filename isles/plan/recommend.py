@@ -2,9 +2,10 @@
 
 Candidates are the variants at the published settings (H = 30 and 100, or the H that was asked for). Of those that
 reach the wanted utilisation, the one with the least penalty wins; of equals the simplest, which is the order of the
-table. A method that looks better than data-parallel by a rounding error counts as equal to it.
+table. A method that looks better than data-parallel by a rounding error counts as equal to it. Eager updates are not
+recommended: `distant`, the same with mixing, asks no more of the link and loses less.
 
-If none reaches it, eager updates at a longer period will, as long as it is the link that is in the way: nothing
+If none reaches it, distant updates at a longer period will, as long as it is the link that is in the way: nothing
 hides more, and the traffic falls as H grows. That is beyond what the papers published, and said so.
 """
 
@@ -38,7 +39,7 @@ def recommend(question: Question, wanted: float, periods: Sequence[int] = PUBLIS
         variant
         for period in periods
         for variant in standard_variants(period, **question.cutting)
-        if variant.family != "data-parallel" or period == periods[0]
+        if variant.family != "eager" and (variant.family != "data-parallel" or period == periods[0])
     ]
     found = [_judge(question, variant) for variant in candidates]
     good = [judged for judged in found if judged.utilisation >= wanted]
@@ -47,9 +48,11 @@ def recommend(question: Question, wanted: float, periods: Sequence[int] = PUBLIS
         return _because(best, True, "the least published loss penalty of all that reach it")
     for period in LONGER_PERIODS:
         if period > max(periods):
-            eager = _judge(question, standard_variants(period, **question.cutting)[-1])
-            if eager.utilisation >= wanted:
-                return _because(eager, True, f"nothing reaches it at H = {max(periods)} or below: a longer period does")
+            distant = _judge(question, standard_variants(period, **question.cutting)[-1])
+            if distant.utilisation >= wanted:
+                return _because(
+                    distant, True, f"nothing reaches it at H = {max(periods)} or below: a longer period does"
+                )
     best = max(found, key=lambda judged: judged.utilisation)
     return _because(best, False, "nothing reaches it; this comes closest")
 

@@ -28,7 +28,7 @@ class Variant:
 
     name: str
     family: str
-    """Whose quality it has in the papers' tables: data-parallel, diloco, streaming, delayed or eager."""
+    """Whose quality it has in the papers' tables: data-parallel, diloco, streaming, delayed or eager; distant: ours."""
     constructor: str = ""
     """Which preset of isles.Method makes it; "": isles.Method itself."""
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ DATA_PARALLEL = Variant(name="data-parallel", family="data-parallel", fragmented
 
 
 def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
-    """The papers' five, longer overlap, eager updates. `cutting`: knobs of isles.Method on how to cut fragments."""
+    """The papers' five, longer overlap, eager updates, these with mixing. `cutting`: knobs on how to cut the model."""
     if sync_every < 1:
         raise ValueError(f"sync_every={sync_every} must be at least 1")
     knobs = {"sync_every": sync_every, **cutting}
@@ -105,6 +105,15 @@ def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
             name="eager-fp4",
             family="eager",
             constructor="eager",
+            knobs=knobs,
+            sync_every=sync_every,
+            codec="e3m0",
+            lateness=sync_every,
+        ),
+        Variant(
+            name="distant-fp4",
+            family="distant",
+            constructor="distant",
             knobs=knobs,
             sync_every=sync_every,
             codec="e3m0",

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MethodName = Literal["streaming", "diloco", "delayed", "eager", "data-parallel"]
+MethodName = Literal["streaming", "diloco", "delayed", "eager", "distant", "data-parallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
