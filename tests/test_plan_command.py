@@ -249,7 +249,7 @@ def test_the_slower_the_link_the_higher_the_price():
     assert recommend(question(1e12), 0.95).variant.family == "data-parallel"
     slow = recommend(question(1e8), 0.95)
     assert slow.reached
-    assert slow.variant.family == "eager"
+    assert slow.variant.family == "distant"
     assert slow.variant.sync_every > 100
     assert "beyond what is published" in slow.penalty.quote
 
