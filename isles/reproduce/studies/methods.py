@@ -121,7 +121,8 @@ def _plot(records: Records, figure: Any) -> None:
     shown = [name for name in records.names if name != "delayed"]  # far off the scale of the others
     figures.curves(left, records, shown)
     figures.quiet(left, "inner steps", title="mean over seeds")
-    figures.dots(right, {name: records.values(name) for name in records.names}, base="data-parallel")
+    rows = [*shown, "delayed"]  # in the colours of the curves
+    figures.dots(right, {name: records.values(name) for name in rows}, base="data-parallel")
     figures.quiet(right, figures.LOSS, "", "final, every seed")
 
 
