@@ -15,8 +15,9 @@ OVERHEAD_PARAMETERS, OVERHEAD_STEP_SECONDS = (9e6, 11e6), 0.1
 def check(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """All claims that can be checked with these results.
 
-    >>> [row["met"] for row in check({"scaling": {"exponent": 1.02, "fragments": [], "growth": []}})]
-    [True, True]
+    >>> rows = [{"fragments": 64, "parameters": 10_000_000}]
+    >>> [row["met"] for row in check({"scaling": {"exponent": 1.02, "fragments": [rows], "growth": [1.2]}})]
+    [True, False]
     """
     return [*_codecs(result.get("codecs", {})), *_engine(result), *_scaling(result), *_memory(result)]
 
