@@ -75,6 +75,14 @@ def test_what_is_no_matrix_in_a_layer_takes_adamws_steps():
     assert len(muon.param_groups[0]["params"]) == 4 * len(ours.layers)
 
 
+def test_a_wrapped_model_has_the_groups_of_a_plain_one(one_process_group):
+    model = decoder()
+    plain = [group["params"] for group in groups_of(model)]
+    for wrapped in (nn.parallel.DistributedDataParallel(model), torch.compile(model)):
+        for one, other in zip(plain, (group["params"] for group in groups_of(wrapped)), strict=True):
+            assert [id(parameter) for parameter in one] == [id(parameter) for parameter in other]
+
+
 def test_a_saved_state_goes_on_exactly():
     first, second = decoder(), decoder(1)
     before, after = (Muon(groups_of(model), lr=1e-3) for model in (first, second))

@@ -193,8 +193,8 @@ class Method:
 
     @classmethod
     def distant(cls, **knobs: Any) -> Method:
-        """For very slow links, ours: eager updates with mixing, so that an island keeps half of what it has learned
-        while its result was on the way (docs/reproduction.md, `overlap`).
+        """For very slow links, ours: eager updates with mixing, so that an island keeps half of its own weights when
+        a result is applied (docs/reproduction.md, `methods`; docs/log.md has the settings that may be better still).
         """
         return cls.eager(**{"mixing": 0.5, **knobs})
 

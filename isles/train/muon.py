@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.core.fragments import find_layers, trainable_parameters
+from isles.core.fragments import find_layers, trainable_parameters, unwrap
 
 MOMENTUM = 0.95
 ITERATIONS = 5
@@ -121,7 +121,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """The matrices inside the layers of a model, and the rest: what `Muon` takes."""
     named = list(trainable_parameters(model).items())
-    layers = {name for layer in find_layers(model) for name in layer}
+    layers = {name for layer in find_layers(unwrap(model)) for name in layer}
     inside = {name for name, parameter in named if parameter.dim() == 2 and name in layers}
     if not inside:
         raise ValueError("no layers with matrices were found in this model, which is what Muon is for: use AdamW")
