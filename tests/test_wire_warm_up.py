@@ -145,7 +145,7 @@ def test_threads_do_not_disturb_each_other():
 
 def test_other_threads_run_beside_a_kernel():
     """With a long switch interval, a thread that kept the GIL would be done before anybody else could look."""
-    values, rows = gaussian(128 * 8000).numpy().reshape(-1, 128), torch.zeros(8000, 66, dtype=torch.uint8).numpy()
+    values, payload = gaussian(128 * 8000).numpy(), torch.zeros(8000 * 66, dtype=torch.uint8).numpy()
     encode = compiling.kernels("e3m0")["encode"]
     interval = sys.getswitchinterval()
 
@@ -155,7 +155,7 @@ def test_other_threads_run_beside_a_kernel():
         def work():
             started.set()
             for _ in range(50):
-                encode(values, rows)
+                encode(values, payload)
             done.append(True)
 
         thread = threading.Thread(target=work)

@@ -53,8 +53,9 @@ not come or because the other island is behind; it is in *overhead*, and in the 
 {islands}
 
 Where isles' time goes. The ranges are those that a profile of any training with isles shows (`torch.profiler`);
-*isles.wait* is decoding, as the island is alone; the rest is the schedule, handing payloads over, giving memory back,
-and what profiling takes.
+*isles.encode* is the outer gradient and its encoding in one pass, *isles.outer_gradient* what is around that pass, and
+*isles.wait* decoding, as the island is alone; the rest is the schedule, handing payloads over, giving memory back, and
+what profiling takes.
 
 {phases}
 

@@ -154,8 +154,13 @@ def phases(parameters: int, sync_every: int = 100) -> dict[str, float]:
                 _timed_step(training, before, after, timings)
         diloco.finish()
     total = sum(timings.inside)
-    averages = profile.key_averages()
-    shares = {event.key: event.cpu_time_total / 1e6 / total for event in averages if event.key.startswith("isles.")}
+    shares: dict[str, float] = {}
+    for event in profile.events():
+        if event.name.startswith("isles."):
+            share = event.cpu_time_total / 1e6 / total
+            shares[event.name] = shares.get(event.name, 0.0) + share
+            if event.cpu_parent is not None and event.cpu_parent.name in shares:  # one range in the other
+                shares[event.cpu_parent.name] -= share
     return {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
 
 

@@ -39,7 +39,7 @@ from isles.core.ahead import Ahead
 from isles.core.arguments import check_arguments, check_device, check_options, check_overlap, engaged
 from isles.core.fragments import Fragment, cut, trainable_parameters
 from isles.core.method import Method
-from isles.core.outer import OuterSGD, mix, outer_gradient
+from isles.core.outer import OuterSGD, encoded_outer_gradient, mix, outer_gradient
 from isles.core.phases import phase
 from isles.core.replica import Replica
 from isles.core.schedule import Due, Schedule
@@ -143,9 +143,11 @@ class DiLoCo:
         for due in self.schedule.applies(self.step_count):
             if not self.fragments[due.fragment].is_empty:
                 self._apply(due)
-        self._shelf.put_back()
-        coming = self.step_count + 1
-        self._shelf.prefetch(due.fragment for due in (*self.schedule.sends(coming), *self.schedule.applies(coming)))
+        if self._shelf.in_use:
+            self._shelf.put_back()
+            coming = self.step_count + 1
+            due_then = (*self.schedule.sends(coming), *self.schedule.applies(coming))
+            self._shelf.prefetch(due.fragment for due in due_then)
 
     def _check_resumed(self) -> None:
         """Before anything is exchanged after `load_state_dict`: have all islands loaded the same?"""
@@ -164,8 +166,7 @@ class DiLoCo:
     def _send(self, due: Due) -> None:
         begin = time.perf_counter()
         fragment, state = self.fragments[due.fragment], self._shelf.take(due.fragment)
-        with phase("isles.outer_gradient"):
-            delta, finite = outer_gradient(state.anchor, fragment, state.residual)
+        delta, finite = self._outer_gradient(fragment, state)
         if self._island.any([not finite])[0]:
             self._recover(due)
             if state.residual is not None:
@@ -173,12 +174,12 @@ class DiLoCo:
         sits_out, state.void = state.void, False
         weight = 0.0 if sits_out else self.weight
         if sits_out:
-            delta.zero_()
+            delta = torch.zeros_like(state.anchor)
             self.stats.nonfinite_rounds += 1
             self._tell("nonfinite", due)
         eager = self.method.update == "eager"
         beside = self._has_thread and delta.device.type == "cpu" and not eager and state.residual is None
-        body = None if beside else self._encode(delta)
+        body = None if beside and not _is_encoded(delta) else self._encode(delta)
         if state.residual is not None and body is not None and not sits_out:
             torch.sub(delta, self._codec.decode(body, fragment.numel), out=state.residual)
         encoded = body if body is not None else lambda: self._encode(delta)
@@ -191,7 +192,20 @@ class DiLoCo:
         state.rounds[due.round] = sent
         self._count_send(due, handle, payload.num_bytes, fragment.numel, time.perf_counter() - begin)
 
+    def _outer_gradient(self, fragment: Fragment, state: OuterState) -> tuple[Tensor, bool]:
+        """Delta_m, encoded already where both are one pass over memory; and whether it is finite."""
+        with phase("isles.outer_gradient"):
+            if state.residual is None:
+                with phase("isles.encode"):
+                    encoded = encoded_outer_gradient(state.anchor, fragment, self._codec)
+                if encoded is not None:
+                    return encoded
+            return outer_gradient(state.anchor, fragment, state.residual)
+
     def _encode(self, delta: Tensor) -> Tensor:
+        """The payload of Delta_m, if it is not one already."""
+        if _is_encoded(delta):
+            return delta
         with phase("isles.encode"):
             return self._codec.encode(delta).cpu()
 
@@ -416,3 +430,7 @@ class DiLoCo:
             yield
         finally:
             self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+
+def _is_encoded(delta: Tensor) -> bool:
+    return delta.dtype is torch.uint8

@@ -45,6 +45,7 @@ class Fragment:
             holdings[island.copies(name) if island else SOLE].append(index)
         self._holdings = list(holdings.items())
         """Who holds which parameters: ranks, and places in the lists above."""
+        self._is_shared_out = any(copies.size > 1 for copies in holdings)
         sizes = [tensor.numel() for tensor in self.tensors()]
         self.numel = sum(copies.part_numel(sum(sizes[i] for i in places)) for copies, places in self._holdings)
 
@@ -88,15 +89,20 @@ class Fragment:
         if self.names:
             torch._foreach_copy_(self.tensors(), self.unflatten(flat))
 
+    def tensors_in_place(self) -> list[Tensor] | None:
+        """The tensors of which this vector is made, one after the other; None where ranks share copies out."""
+        return None if self._is_shared_out else self.tensors()
+
     def pairs(self, flat: Tensor) -> list[tuple[Tensor, Tensor]] | None:
         """Every parameter, as a flat vector, with its part of another vector, to work on in place: one pass less over
         memory than `read` or `write`. None if that cannot be: other precisions, copies that ranks share out.
         """
-        if any(copies.size > 1 for copies, _ in self._holdings):
+        tensors = self.tensors_in_place()
+        if tensors is None:
             return None
         dtype, device = flat.dtype, flat.device
         pairs, start = [], 0
-        for tensor in self.tensors():
+        for tensor in tensors:
             if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
                 return None
             stop = start + tensor.numel()

@@ -1,68 +1,67 @@
 """The outer step in one pass over memory, and the mixing in another.
 
 `OuterSGD.update` in PyTorch is five passes with Nesterov momentum, and theta = alpha * theta + (1 - alpha) * anchor
-three. These do the same, in place, to the last bit. They apply where `available` says so: the kernels are compiled
-(`isles.wire.fused.warm_up`), and all tensors are flat fp32 memory of the CPU. Elsewhere use PyTorch.
+three. These do the same, in place, to the last bit, and say whether they did: that is so where the kernels are compiled
+(`isles.wire.fused.warm_up`) and all tensors are plain fp32 memory of the CPU. Elsewhere use PyTorch.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from isles.compiling import kernels, register
-from isles.wire.fused import applies
+from isles.wire.fused import memory_of
 from isles.wire.packing import empty
 
 GROUP = "outer"
 register("isles.core.outer_kernels", [GROUP])
 
 
-def available(*tensors: Tensor) -> bool:
-    """Whether `update` and `mix` can be called with these tensors."""
-    if kernels(GROUP) is None or not applies(*tensors):
-        return False
-    return all([tensor.dtype == torch.float32 and tensor.dim() == 1 for tensor in tensors])
-
-
-def difference(anchor: Tensor, theta: Tensor, into: Tensor) -> bool:
-    """into = anchor - theta; returns whether all of it is finite."""
-    group = kernels(GROUP)
-    assert group is not None
-    assert anchor.shape == theta.shape == into.shape
-    return bool(group["difference"](anchor.numpy(), theta.numpy(), into.numpy()))
-
-
 def update(
     anchor: Tensor, mean: Tensor, velocity: Tensor | None, *, lr: float, momentum: float, nesterov: bool
-) -> None:
+) -> bool:
     """One outer step, as `OuterSGD.update`: changes `anchor` and `velocity`, leaves `mean` alone."""
     group = kernels(GROUP)
-    assert group is not None
-    assert mean.shape == anchor.shape
+    if group is None or (position := memory_of(anchor)) is None or (step := memory_of(mean)) is None:
+        return False
+    assert len(step) == len(position)
     if velocity is None:
-        group["step"](anchor.numpy(), mean.numpy(), np.float32(lr))
-        return
-    assert velocity.shape == anchor.shape
-    step = group["nesterov" if nesterov else "momentum"]
-    step(anchor.numpy(), mean.numpy(), velocity.numpy(), np.float32(lr), np.float32(momentum))
+        group["step"](position, step, lr)
+        return True
+    if (speed := memory_of(velocity)) is None:
+        return False
+    assert len(speed) == len(position)
+    group["nesterov" if nesterov else "momentum"](position, step, speed, lr, momentum)
+    return True
 
 
-def updated(anchor: Tensor, mean: Tensor, velocity: Tensor, *, lr: float, momentum: float) -> tuple[Tensor, Tensor]:
+def updated(
+    anchor: Tensor, mean: Tensor, velocity: Tensor, *, lr: float, momentum: float
+) -> tuple[Tensor, Tensor] | None:
     """Anchor and velocity after a step with Nesterov momentum, in new memory."""
     group = kernels(GROUP)
-    assert group is not None
-    assert mean.shape == anchor.shape == velocity.shape
+    before = [memory for tensor in (anchor, mean, velocity) if (memory := memory_of(tensor)) is not None]
+    if group is None or len(before) < 3:
+        return None
+    assert len({len(memory) for memory in before}) == 1
     after, speed = empty(anchor.numel()), empty(anchor.numel())
-    numbers = np.float32(lr), np.float32(momentum)
-    group["nesterov_ahead"](anchor.numpy(), mean.numpy(), velocity.numpy(), *numbers, after.numpy(), speed.numpy())
+    group["nesterov_ahead"](*before, lr, momentum, after.numpy(), speed.numpy())
     return after, speed
 
 
-def mix(theta: Tensor, anchor: Tensor, alpha: float) -> None:
-    """theta = alpha * theta + (1 - alpha) * anchor."""
+def mix(thetas: Sequence[Tensor], anchor: Tensor, alpha: float) -> bool:
+    """theta = alpha * theta + (1 - alpha) * anchor, theta being several tensors one after the other."""
     group = kernels(GROUP)
-    assert group is not None
-    assert theta.shape == anchor.shape
-    group["mix"](theta.numpy(), anchor.numpy(), np.float32(alpha), np.float32(1 - alpha))
+    if group is None or (whole := memory_of(anchor)) is None:
+        return False
+    parts = [part for theta in thetas if (part := memory_of(theta)) is not None]
+    if len(parts) < len(thetas):
+        return False
+    kernel, first = group["mix"], 0
+    for part in parts:
+        kernel(part, whole, first, alpha)
+        first += len(part)
+    assert first == len(whole)
+    return True

@@ -23,6 +23,8 @@ from torch import Tensor
 from isles.core import fused_outer
 from isles.core.fragments import Fragment
 from isles.core.method import Method
+from isles.wire import fused
+from isles.wire.codec import Codec
 from isles.wire.packing import empty, is_finite
 
 
@@ -46,8 +48,7 @@ class OuterSGD:
 
     def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
-        if fused_outer.available(anchor, mean, *([] if velocity is None else [velocity])):
-            fused_outer.update(anchor, mean, velocity, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+        if fused_outer.update(anchor, mean, velocity, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov):
             return
         if velocity is None:
             anchor.sub_(mean * self.lr)
@@ -58,8 +59,10 @@ class OuterSGD:
 
     def updated(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The same in new memory: anchor and velocity after the step."""
-        if velocity is not None and self.nesterov and fused_outer.available(anchor, mean, velocity):
-            return fused_outer.updated(anchor, mean, velocity, lr=self.lr, momentum=self.momentum)
+        if velocity is not None and self.nesterov:
+            after = fused_outer.updated(anchor, mean, velocity, lr=self.lr, momentum=self.momentum)
+            if after is not None:
+                return after
         anchor, velocity = anchor.clone(), None if velocity is None else velocity.clone()
         self.update(anchor, mean, velocity)
         return anchor, velocity
@@ -67,42 +70,50 @@ class OuterSGD:
 
 def outer_gradient(anchor: Tensor, fragment: Fragment, residual: Tensor | None) -> tuple[Tensor, bool]:
     """Delta_m = anchor - theta_m, a new vector, with what error feedback has left; and whether it is finite."""
-    pairs = fragment.pairs(anchor)
     delta = empty(anchor.numel(), anchor.device)
-    finite: list[bool] = []
+    pairs = fragment.pairs(anchor)
     if pairs is None:
         torch.sub(anchor, fragment.read(), out=delta)
     else:
         start = 0
         for theta, part in pairs:
-            into = delta[start : start + part.numel()]
+            torch.sub(part, theta, out=delta[start : start + part.numel()])
             start += part.numel()
-            if fused_outer.available(part, theta, into):
-                finite.append(fused_outer.difference(part, theta, into))
-            else:
-                torch.sub(part, theta, out=into)
     if residual is not None:
         delta += residual
-    known = residual is None and pairs is not None and len(finite) == len(pairs)
-    return delta, all(finite) if known else is_finite(delta)
+    return delta, is_finite(delta)
+
+
+def encoded_outer_gradient(anchor: Tensor, fragment: Fragment, codec: Codec) -> tuple[Tensor, bool] | None:
+    """Its payload in one pass over memory: Delta_m itself is written nowhere; and whether it is finite. None where that
+    cannot be done (see `isles.wire.fused`).
+    """
+    tensors = fragment.tensors_in_place()
+    if tensors is None or not anchor.is_cpu:
+        return None
+    payload = torch.empty(codec.num_bytes(fragment.numel), dtype=torch.uint8)
+    finite = fused.encode_difference(codec, anchor, tensors, payload)
+    return None if finite is None else (payload, finite)
 
 
 def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:
     """theta_m = alpha * theta_m + (1 - alpha) * anchor."""
     if alpha == 0:
         fragment.write(anchor)
-    elif alpha < 1 and (pairs := fragment.pairs(anchor)) is not None:
-        for theta, part in pairs:
-            mix_vectors(theta, part, alpha)
     elif alpha < 1:
-        theta = fragment.read()
-        mix_vectors(theta, anchor, alpha)
-        fragment.write(theta)
+        tensors = fragment.tensors_in_place()
+        if tensors is not None and fused_outer.mix(tensors, anchor, alpha):
+            return
+        if (pairs := fragment.pairs(anchor)) is not None:
+            for theta, part in pairs:
+                mix_vectors(theta, part, alpha)
+        else:
+            theta = fragment.read()
+            mix_vectors(theta, anchor, alpha)
+            fragment.write(theta)
 
 
 def mix_vectors(theta: Tensor, anchor: Tensor, alpha: float) -> None:
     """The same for flat vectors, in place."""
-    if fused_outer.available(theta, anchor):
-        fused_outer.mix(theta, anchor, alpha)
-    else:
+    if not fused_outer.mix([theta], anchor, alpha):
         theta.mul_(alpha).add_(anchor * (1 - alpha))

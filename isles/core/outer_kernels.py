@@ -8,19 +8,21 @@ is imported from other files of kernels.
 
 from __future__ import annotations
 
-import numpy as np
+from numpy import float32
 
 from isles.compiling import kernel
 
 
 @kernel
 def _step(anchor, mean, lr):
+    lr = float32(lr)
     for i in range(anchor.shape[0]):
         anchor[i] = anchor[i] - mean[i] * lr
 
 
 @kernel
 def _momentum(anchor, mean, velocity, lr, momentum):
+    lr, momentum = float32(lr), float32(momentum)
     for i in range(anchor.shape[0]):
         speed = velocity[i] * momentum + mean[i]
         velocity[i] = speed
@@ -29,6 +31,7 @@ def _momentum(anchor, mean, velocity, lr, momentum):
 
 @kernel
 def _nesterov(anchor, mean, velocity, lr, momentum):
+    lr, momentum = float32(lr), float32(momentum)
     for i in range(anchor.shape[0]):
         speed = velocity[i] * momentum + mean[i]
         velocity[i] = speed
@@ -37,6 +40,7 @@ def _nesterov(anchor, mean, velocity, lr, momentum):
 
 @kernel
 def _nesterov_ahead(anchor, mean, velocity, lr, momentum, new_anchor, new_velocity):
+    lr, momentum = float32(lr), float32(momentum)
     for i in range(anchor.shape[0]):
         speed = velocity[i] * momentum + mean[i]
         new_velocity[i] = speed
@@ -44,32 +48,22 @@ def _nesterov_ahead(anchor, mean, velocity, lr, momentum, new_anchor, new_veloci
 
 
 @kernel
-def _mix(theta, anchor, kept, taken):
+def _mix(theta, anchor, first, alpha):
+    kept, taken, anchor_here = float32(alpha), float32(1 - alpha), anchor[first : first + theta.shape[0]]
     for i in range(theta.shape[0]):
-        theta[i] = theta[i] * kept + anchor[i] * taken
-
-
-@kernel
-def _difference(anchor, theta, into):
-    largest = np.uint32(0)
-    for i in range(anchor.shape[0]):
-        value = anchor[i] - theta[i]
-        into[i] = value
-        largest = max(largest, np.uint32(np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF)))
-    return largest < np.uint32(0x7F800000)  # the bits of infinity; those of NaN are larger
+        theta[i] = theta[i] * kept + anchor_here[i] * taken
 
 
 _VECTOR = "float32[::1]"
 KERNELS = {
     "outer": {
-        "step": (_step, f"void({_VECTOR}, {_VECTOR}, float32)"),
-        "momentum": (_momentum, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float32, float32)"),
-        "nesterov": (_nesterov, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float32, float32)"),
+        "step": (_step, f"void({_VECTOR}, {_VECTOR}, float64)"),
+        "momentum": (_momentum, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float64, float64)"),
+        "nesterov": (_nesterov, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float64, float64)"),
         "nesterov_ahead": (
             _nesterov_ahead,
-            f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float32, float32, {_VECTOR}, {_VECTOR})",
+            f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float64, float64, {_VECTOR}, {_VECTOR})",
         ),
-        "difference": (_difference, f"boolean({_VECTOR}, {_VECTOR}, {_VECTOR})"),
-        "mix": (_mix, f"void({_VECTOR}, {_VECTOR}, float32, float32)"),
+        "mix": (_mix, f"void({_VECTOR}, {_VECTOR}, int64, float64)"),
     }
 }

@@ -1,8 +1,8 @@
 """Names for the phases of a round, for whoever profiles a run.
 
-Under torch.profiler every phase is a range: isles.outer_gradient, isles.encode, isles.wait, isles.outer_step and
-isles.mix. Otherwise it is nothing: opening a range takes microseconds even where nobody looks, several times per
-fragment.
+Under torch.profiler every phase is a range: isles.outer_gradient, isles.encode (inside the first, where both are one
+pass over memory), isles.wait, isles.outer_step and isles.mix. Otherwise it is nothing: opening a range takes
+microseconds even where nobody looks, several times per fragment.
 """
 
 from __future__ import annotations

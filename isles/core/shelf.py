@@ -27,12 +27,12 @@ class Shelf:
     """The outer states of all fragments; `take` gives one to work on, `put_back` ends the work of a step."""
 
     def __init__(self, states: list[OuterState], outer_device: torch.device | None) -> None:
-        self._states, self._in_use = states, outer_device is not None
+        self._states, self.in_use = states, outer_device is not None
         self._desk: dict[int, OuterState] = {}
         """What is on the device now, by fragment."""
         self._devices = [state.anchor.device for state in states]
         self._streams = {
-            device: torch.cuda.Stream(device) for device in set(self._devices) if device.type == "cuda" and self._in_use
+            device: torch.cuda.Stream(device) for device in set(self._devices) if device.type == "cuda" and self.in_use
         }
         if outer_device is not None:
             for state in states:
@@ -41,7 +41,7 @@ class Shelf:
 
     def prefetch(self, fragments: Iterable[int]) -> None:
         """Starts to bring the states of these fragments to the device, without waiting."""
-        if not self._in_use:
+        if not self.in_use:
             return
         for fragment in fragments:
             if fragment not in self._desk:
@@ -54,7 +54,7 @@ class Shelf:
 
     def take(self, fragment: int) -> OuterState:
         """The state of a fragment on the device; changes in place will be put back. Rounds in flight are the same."""
-        if not self._in_use:
+        if not self.in_use:
             return self._states[fragment]
         self.prefetch([fragment])
         if stream := self._streams.get(self._devices[fragment]):

@@ -2,10 +2,12 @@
 
 Five costs, each in parameters per second of one process (rank), in the order in which a fragment meets them:
 
-    gradient   anchor - weights, checked                      the training loop
-    encode     one payload                                    beside the loop; in it with delayed and eager updates
+    gradient   anchor - weights, checked                      the training loop; one pass with encode, which counts it,
+                                                              where a codec has kernels (`isles.wire.fused`)
+    encode     one payload                                    the training loop; without kernels beside it, but in it
+                                                              with delayed and eager updates
     decode     checksum, decode and add one payload           beside the loop; eager updates do two more in it
-    outer      the outer step                                 as encode
+    outer      the outer step                                 beside the loop; in it with delayed and eager updates
     mix        writing the weights                            the training loop
 
 With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, while the link is busy
@@ -79,7 +81,7 @@ def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:
     from isles.core.outer import OuterSGD, mix_vectors
     from isles.wire import message, reduction
     from isles.wire.codecs import codecs
-    from isles.wire.fused import warm_up
+    from isles.wire.fused import encode_difference, warm_up
     from isles.wire.packing import empty
 
     chosen = codecs[codec]
@@ -94,7 +96,10 @@ def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:
         torch.sub(anchor, weights, out=empty(numel))
 
     def encode() -> None:
-        chosen.encode_if_finite(mean)
+        if encode_difference(chosen, anchor, [weights], body) is None:
+            if chosen.kernels:  # which are not compiled here
+                gradient()
+            chosen.encode_if_finite(mean)
 
     def decode() -> None:
         message.checksum(body)

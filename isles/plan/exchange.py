@@ -88,10 +88,11 @@ def fragment_round(
         after = islands * piece / coding.decode_per_second
     gradient, encode = shard / coding.gradient_per_second, shard / coding.encode_per_second
     step, mix = shard / coding.outer_per_second, shard / coding.mix_per_second
+    loop, before = (encode, 0.0) if chosen.kernels else (gradient, encode)
     if update == "fresh":
-        loop, before, after, apply = gradient, encode, after + step, mix
+        after, apply = after + step, mix
     else:
-        loop, before, apply = gradient + encode, 0.0, step + mix
+        loop, before, apply = loop + before, 0.0, step + mix
         if update == "eager":  # a copy of the mean, the own fresh contribution in, the stale one out
             apply += gradient + 2 * shard / coding.decode_per_second
     if not coding.spare_cores:

@@ -1,16 +1,22 @@
 """The codecs of `isles.wire.codecs` as loops: one pass over memory each way.
 
 Read `codecs.py` first: it defines every byte and every rounding, and what is here does the same. A codec is a pair of
-functions on one value, `to_...` and `from_...`, in units of the block's scale; around them are three kinds of rows of
-128 values: two codes in a byte (the first half of the row low, the second half high, so that loads and stores are
-contiguous), one code in a byte, and formats without a scale.
+functions on one value, `to_...` and `from_...`, in units of the block's scale; around them is a pair on rows of 128
+values, `encode_row_...` and `decode_row_...`: two codes in a byte (the first half of the row low, the second half high,
+so that loads and stores are contiguous), one code in a byte, or a format without a scale. The kernels go through flat
+arrays row by row, and are the same for all codecs:
 
-    encode(values, payload)                             -> finite
-    merge(payload, into, weight, fresh, start, divisor) -> finite
+    encode(values, payload)                                -> finite
+    encode_difference(anchor, theta, first, row, payload)  -> finite
+    merge(payload, into, weight, fresh, start, divisor)    -> finite
+
+`encode_difference` encodes anchor - theta, which is written nowhere. Theta comes tensor by tensor, each with the place
+`first` where it begins in the anchor; values of a row that a tensor leaves unfinished are kept in `row` for the next.
 
 `merge` is decoding, adding up and averaging in one: into = (into + weight * decoded) / divisor; when `fresh`, into is
 not read, and `start` stands for it. With start = -0.0 and weight = divisor = 1, what is merged is the decoded value
-itself, its sign included. Both kernels look at every value anyway, so they also say whether all were finite.
+itself, its sign included. All kernels look at every value anyway, so they also say whether all were finite. A last row
+that is not full is filled up with zeros, as the codecs do it with their last block.
 
 Arithmetic of numba on 32-bit integers is in 64 bits until it is cast back; the casts are what lets LLVM use vectors
 of 32-bit lanes. Everything is in this file because numba's cache looks at the age of this file alone.
@@ -20,6 +26,7 @@ of 32-bit lanes. Everything is in this file because numba's cache looks at the a
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import numpy as np
@@ -166,212 +173,257 @@ def _from_e3m0(code):
     return _float_of(bits | uint32(uint32(code & uint32(8)) << uint32(28)))
 
 
-# ---- the scale of a row
-
-
-@kernel
-def _write_scale(largest, limit, largest_scale, payload, r):
-    """Puts the scale in front of the row, and returns what to divide by."""
-    scale = _float_of(largest) / float32(limit)
-    scale = ZERO if scale < SMALLEST_SCALE else min(scale, float32(largest_scale))
-    code = _to_bf16(scale)
-    payload[r, 0], payload[r, 1] = uint8(code), uint8(code >> uint16(8))
-    return _from_bf16(code) if code else ONE
-
-
-@kernel
-def _read_scale(payload, r):
-    return _from_bf16(uint32(payload[r, 0]) | uint32(uint32(payload[r, 1]) << uint32(8)))
-
-
-@kernel
-def _merge_row(values, v, into, r, weight, fresh, start, divisor):
-    """One row of `merge`, decoded already; every operation is rounded by itself."""
-    if fresh:
-        for j in range(ROW):
-            into[r, j] = start + values[v, j] * weight
-    else:
-        for j in range(ROW):
-            into[r, j] = into[r, j] + values[v, j] * weight
-    if divisor != ONE:
-        for j in range(ROW):
-            into[r, j] = into[r, j] / divisor
-    return _largest_of(into, r)
-
-
 # ---- rows
 
 
 @kernel
-def _encode_e3m0(values, payload):
-    finite = True
-    for r in range(values.shape[0]):
-        largest = _largest_of(values, r)
-        finite &= largest < INFINITY
-        scale = _write_scale(largest, 1, LARGEST_SCALE_1, payload, r)
-        for j in range(HALF):
-            low, high = _to_e3m0(values[r, j] / scale), _to_e3m0(values[r, HALF + j] / scale)
-            payload[r, 2 + j] = uint8(low | high << uint32(4))
-    return finite
+def _write_scale(largest, limit, largest_scale, payload, p):
+    """Puts the scale in front of the row, and returns what to divide by."""
+    scale = _float_of(largest) / float32(limit)
+    scale = ZERO if scale < SMALLEST_SCALE else min(scale, float32(largest_scale))
+    code = _to_bf16(scale)
+    payload[p, 0], payload[p, 1] = uint8(code), uint8(code >> uint16(8))
+    return _from_bf16(code) if code else ONE
 
 
 @kernel
-def _merge_e3m0(payload, into, weight, fresh, start, divisor):
-    finite, row = True, np.empty((1, ROW), float32)
-    for r in range(payload.shape[0]):
-        scale = _read_scale(payload, r)
-        for j in range(HALF):
-            code = uint32(payload[r, 2 + j])
-            row[0, j] = _from_e3m0(code) * scale
-            row[0, HALF + j] = _from_e3m0(uint32(code >> uint32(4))) * scale
-        finite &= _merge_row(row, 0, into, r, weight, fresh, start, divisor) < INFINITY
-    return finite
+def _read_scale(payload, p):
+    return _from_bf16(uint32(payload[p, 0]) | uint32(uint32(payload[p, 1]) << uint32(8)))
 
 
 @kernel
-def _encode_int4(values, payload):
-    finite = True
-    for r in range(values.shape[0]):
-        largest = _largest_of(values, r)
-        finite &= largest < INFINITY
-        scale = _write_scale(largest, 7, LARGEST_SCALE_7, payload, r)
-        for j in range(HALF):
-            low, high = _to_int4(values[r, j] / scale), _to_int4(values[r, HALF + j] / scale)
-            payload[r, 2 + j] = uint8(low | high << uint32(4))
-    return finite
+def _encode_row_e3m0(values, v, payload, p):
+    largest = _largest_of(values, v)
+    scale = _write_scale(largest, 1, LARGEST_SCALE_1, payload, p)
+    for j in range(HALF):
+        low, high = _to_e3m0(values[v, j] / scale), _to_e3m0(values[v, HALF + j] / scale)
+        payload[p, 2 + j] = uint8(low | high << uint32(4))
+    return largest < INFINITY
 
 
 @kernel
-def _merge_int4(payload, into, weight, fresh, start, divisor):
-    finite, row = True, np.empty((1, ROW), float32)
-    for r in range(payload.shape[0]):
-        scale = _read_scale(payload, r)
-        for j in range(HALF):
-            code = uint32(payload[r, 2 + j])
-            row[0, j] = _from_int4(uint32(code & uint32(15))) * scale
-            row[0, HALF + j] = _from_int4(uint32(code >> uint32(4))) * scale
-        finite &= _merge_row(row, 0, into, r, weight, fresh, start, divisor) < INFINITY
-    return finite
+def _decode_row_e3m0(payload, p, row):
+    scale = _read_scale(payload, p)
+    for j in range(HALF):
+        code = uint32(payload[p, 2 + j])
+        row[0, j] = _from_e3m0(code) * scale
+        row[0, HALF + j] = _from_e3m0(uint32(code >> uint32(4))) * scale
 
 
 @kernel
-def _encode_int8(values, payload):
-    finite = True
-    for r in range(values.shape[0]):
-        largest = _largest_of(values, r)
-        finite &= largest < INFINITY
-        scale = _write_scale(largest, 127, LARGEST_SCALE_127, payload, r)
+def _encode_row_int4(values, v, payload, p):
+    largest = _largest_of(values, v)
+    scale = _write_scale(largest, 7, LARGEST_SCALE_7, payload, p)
+    for j in range(HALF):
+        low, high = _to_int4(values[v, j] / scale), _to_int4(values[v, HALF + j] / scale)
+        payload[p, 2 + j] = uint8(low | high << uint32(4))
+    return largest < INFINITY
+
+
+@kernel
+def _decode_row_int4(payload, p, row):
+    scale = _read_scale(payload, p)
+    for j in range(HALF):
+        code = uint32(payload[p, 2 + j])
+        row[0, j] = _from_int4(uint32(code & uint32(15))) * scale
+        row[0, HALF + j] = _from_int4(uint32(code >> uint32(4))) * scale
+
+
+@kernel
+def _encode_row_int8(values, v, payload, p):
+    largest = _largest_of(values, v)
+    scale = _write_scale(largest, 127, LARGEST_SCALE_127, payload, p)
+    for j in range(ROW):
+        payload[p, 2 + j] = uint8(_to_integer(values[v, j] / scale, 127))
+    return largest < INFINITY
+
+
+@kernel
+def _decode_row_int8(payload, p, row):
+    scale = _read_scale(payload, p)
+    for j in range(ROW):
+        row[0, j] = float32(int8(payload[p, 2 + j])) * scale
+
+
+@kernel
+def _encode_row_fp8(values, v, payload, p):
+    largest = _largest_of(values, v)
+    scale = _write_scale(largest, 448, LARGEST_SCALE_448, payload, p)
+    for j in range(ROW):
+        payload[p, 2 + j] = uint8(_to_fp8(values[v, j] / scale))
+    return largest < INFINITY
+
+
+@kernel
+def _decode_row_fp8(payload, p, row):
+    scale = _read_scale(payload, p)
+    for j in range(ROW):
+        row[0, j] = _from_fp8(uint32(payload[p, 2 + j])) * scale
+
+
+@kernel
+def _encode_row_bf16(values, v, payload, p):
+    for j in range(ROW):
+        payload[p, j] = _to_bf16(values[v, j])
+    return _largest_of(values, v) < INFINITY
+
+
+@kernel
+def _decode_row_bf16(payload, p, row):
+    for j in range(ROW):
+        row[0, j] = _from_bf16(uint32(payload[p, j]))
+
+
+@kernel
+def _encode_row_fp16(values, v, payload, p):
+    for j in range(ROW):
+        payload[p, j] = _to_fp16(values[v, j])
+    return _largest_of(values, v) < INFINITY
+
+
+@kernel
+def _decode_row_fp16(payload, p, row):
+    for j in range(ROW):
+        row[0, j] = _from_fp16(uint32(payload[p, j]))
+
+
+@kernel
+def _encode_row_fp32(values, v, payload, p):
+    for j in range(ROW):
+        payload[p, j] = values[v, j]
+    return _largest_of(values, v) < INFINITY
+
+
+@kernel
+def _decode_row_fp32(payload, p, row):
+    for j in range(ROW):
+        row[0, j] = payload[p, j]
+
+
+@kernel
+def _merge_row(row, into, r, weight, fresh, start, divisor):
+    """One row of `merge`, decoded already; every operation is rounded by itself."""
+    if fresh:
         for j in range(ROW):
-            payload[r, 2 + j] = uint8(_to_integer(values[r, j] / scale, 127))
-    return finite
-
-
-@kernel
-def _merge_int8(payload, into, weight, fresh, start, divisor):
-    finite, row = True, np.empty((1, ROW), float32)
-    for r in range(payload.shape[0]):
-        scale = _read_scale(payload, r)
+            into[r, j] = start + row[0, j] * weight
+    else:
         for j in range(ROW):
-            row[0, j] = float32(int8(payload[r, 2 + j])) * scale
-        finite &= _merge_row(row, 0, into, r, weight, fresh, start, divisor) < INFINITY
-    return finite
-
-
-@kernel
-def _encode_fp8(values, payload):
-    finite = True
-    for r in range(values.shape[0]):
-        largest = _largest_of(values, r)
-        finite &= largest < INFINITY
-        scale = _write_scale(largest, 448, LARGEST_SCALE_448, payload, r)
+            into[r, j] = into[r, j] + row[0, j] * weight
+    if divisor != ONE:
         for j in range(ROW):
-            payload[r, 2 + j] = uint8(_to_fp8(values[r, j] / scale))
-    return finite
+            into[r, j] = into[r, j] / divisor
+    return _largest_of(into, r) < INFINITY
 
 
 @kernel
-def _merge_fp8(payload, into, weight, fresh, start, divisor):
-    finite, row = True, np.empty((1, ROW), float32)
-    for r in range(payload.shape[0]):
-        scale = _read_scale(payload, r)
+def _table(array, width):
+    """The full rows of a flat array. Where rows are whole, compilers see what can be done at once."""
+    rows = array.shape[0] // width
+    return array[: rows * width].reshape(rows, width)
+
+
+@kernel
+def _copy(source, at, target, to):
+    """As much as there is, and as there is room for. (Assigning slices would do, but takes the compiler seconds.)"""
+    for j in range(min(source.shape[0] - at, target.shape[0] - to)):
+        target[to + j] = source[at + j]
+
+
+# ---- kernels, for any codec: the names in capitals are filled in by `_kernels_of`
+
+ENCODE_ROW: Any = None
+DECODE_ROW: Any = None
+WIDTH = ROW
+
+
+def _encode(values, payload):
+    finite, table, coded = True, _table(values, ROW), _table(payload, WIDTH)
+    rows = table.shape[0]
+    for r in range(rows):
+        finite &= ENCODE_ROW(table, r, coded, r)
+    if rows * ROW < values.shape[0]:
+        last, code = np.zeros(ROW, float32), np.empty(WIDTH, payload.dtype)
+        _copy(values, rows * ROW, last, 0)
+        finite &= ENCODE_ROW(last.reshape(1, ROW), 0, code.reshape(1, WIDTH), 0)
+        _copy(code, 0, payload, rows * WIDTH)
+    return finite
+
+
+def _encode_difference(anchor, theta, first, row, payload):
+    finite, coded, end = True, _table(payload, WIDTH), first + theta.shape[0]
+    anchor_here = anchor[first:end]
+    begun = min(-first % ROW, theta.shape[0])  # so many values belong to the row that was left unfinished
+    for j in range(begun):
+        row[0, first % ROW + j] = anchor_here[j] - theta[j]
+    if begun and (first + begun) % ROW == 0:
+        finite &= ENCODE_ROW(row, 0, coded, first // ROW)
+    anchors, thetas = _table(anchor_here[begun:], ROW), _table(theta[begun:], ROW)
+    for r in range(thetas.shape[0]):
         for j in range(ROW):
-            row[0, j] = _from_fp8(uint32(payload[r, 2 + j])) * scale
-        finite &= _merge_row(row, 0, into, r, weight, fresh, start, divisor) < INFINITY
+            row[0, j] = anchors[r, j] - thetas[r, j]
+        finite &= ENCODE_ROW(row, 0, coded, (first + begun) // ROW + r)
+    done = begun + thetas.shape[0] * ROW
+    for j in range(theta.shape[0] - done):
+        row[0, j] = anchor_here[done + j] - theta[done + j]
+    if end == anchor.shape[0] and end % ROW:
+        for j in range(end % ROW, ROW):
+            row[0, j] = ZERO
+        code = np.empty(WIDTH, payload.dtype)
+        finite &= ENCODE_ROW(row, 0, code.reshape(1, WIDTH), 0)
+        _copy(code, 0, payload, end // ROW * WIDTH)
     return finite
 
 
-@kernel
-def _encode_bf16(values, payload):
-    finite = True
-    for r in range(values.shape[0]):
-        for j in range(ROW):
-            payload[r, j] = _to_bf16(values[r, j])
-        finite &= _largest_of(values, r) < INFINITY
+def _merge(payload, into, weight, fresh, start, divisor):
+    finite, table, coded = True, _table(into, ROW), _table(payload, WIDTH)
+    rows, row = table.shape[0], np.empty((1, ROW), float32)
+    weight, start, divisor = float32(weight), float32(start), float32(divisor)
+    for r in range(rows):
+        DECODE_ROW(coded, r, row)
+        finite &= _merge_row(row, table, r, weight, fresh, start, divisor)
+    if rows * ROW < into.shape[0]:
+        last, code = np.zeros(ROW, float32), np.zeros(WIDTH, payload.dtype)
+        _copy(payload, rows * WIDTH, code, 0)
+        _copy(into, rows * ROW, last, 0)
+        DECODE_ROW(code.reshape(1, WIDTH), 0, row)
+        for j in range(into.shape[0] - rows * ROW, ROW):
+            row[0, j] = ZERO  # what a payload says of values beyond the end does not count
+        finite &= _merge_row(row, last.reshape(1, ROW), 0, weight, fresh, start, divisor)
+        _copy(last, 0, into, rows * ROW)
     return finite
 
 
-@kernel
-def _merge_bf16(payload, into, weight, fresh, start, divisor):
-    finite, row = True, np.empty((1, ROW), float32)
-    for r in range(payload.shape[0]):
-        for j in range(ROW):
-            row[0, j] = _from_bf16(uint32(payload[r, j]))
-        finite &= _merge_row(row, 0, into, r, weight, fresh, start, divisor) < INFINITY
-    return finite
+def _kernels_of(codec: str, stored: str, width: int) -> dict[str, tuple[Any, str]]:
+    """The kernels of one codec, with their signatures; a row of it is so many of what its payloads are made of.
 
+    They are copies of the functions above that find its rows under the names in capitals. A function that returns
+    functions would be the usual way, but numba does not find those in its cache again.
+    """
+    rows = {"ENCODE_ROW": globals()[f"_encode_row_{codec}"], "DECODE_ROW": globals()[f"_decode_row_{codec}"]}
 
-@kernel
-def _encode_fp16(values, payload):
-    finite = True
-    for r in range(values.shape[0]):
-        for j in range(ROW):
-            payload[r, j] = _to_fp16(values[r, j])
-        finite &= _largest_of(values, r) < INFINITY
-    return finite
+    def filled_in(function: Any) -> Any:
+        copy = types.FunctionType(function.__code__, {**globals(), **rows, "WIDTH": width})
+        copy.__qualname__ = f"{function.__name__}_{codec}"  # a name of its own in the cache
+        return kernel(copy)
 
-
-@kernel
-def _merge_fp16(payload, into, weight, fresh, start, divisor):
-    finite, row = True, np.empty((1, ROW), float32)
-    for r in range(payload.shape[0]):
-        for j in range(ROW):
-            row[0, j] = _from_fp16(uint32(payload[r, j]))
-        finite &= _merge_row(row, 0, into, r, weight, fresh, start, divisor) < INFINITY
-    return finite
-
-
-@kernel
-def _encode_fp32(values, payload):
-    finite = True
-    for r in range(values.shape[0]):
-        for j in range(ROW):
-            payload[r, j] = values[r, j]
-        finite &= _largest_of(values, r) < INFINITY
-    return finite
-
-
-@kernel
-def _merge_fp32(payload, into, weight, fresh, start, divisor):
-    finite = True
-    for r in range(payload.shape[0]):
-        finite &= _merge_row(payload, r, into, r, weight, fresh, start, divisor) < INFINITY
-    return finite
-
-
-def _group(encode: Any, merge: Any, stored: str) -> dict[str, tuple[Any, str]]:
-    """A codec's two kernels, with their signatures; `stored` is the type of its payload."""
+    payload, vector, table = f"{stored}[::1]", "float32[::1]", "float32[:, ::1]"
+    numbers = "float64, boolean, float64, float64"
     return {
-        "encode": (encode, f"boolean(float32[:, ::1], {stored}[:, ::1])"),
-        "merge": (merge, f"boolean({stored}[:, ::1], float32[:, ::1], float32, boolean, float32, float32)"),
+        "encode": (filled_in(_encode), f"boolean({vector}, {payload})"),
+        "encode_difference": (
+            filled_in(_encode_difference),
+            f"boolean({vector}, {vector}, int64, {table}, {payload})",
+        ),
+        "merge": (filled_in(_merge), f"boolean({payload}, {vector}, {numbers})"),
     }
 
 
 KERNELS = {
-    "fp32": _group(_encode_fp32, _merge_fp32, "float32"),
-    "bf16": _group(_encode_bf16, _merge_bf16, "uint16"),
-    "fp16": _group(_encode_fp16, _merge_fp16, "uint16"),
-    "fp8": _group(_encode_fp8, _merge_fp8, "uint8"),
-    "int8": _group(_encode_int8, _merge_int8, "uint8"),
-    "int4": _group(_encode_int4, _merge_int4, "uint8"),
-    "e3m0": _group(_encode_e3m0, _merge_e3m0, "uint8"),
+    "fp32": _kernels_of("fp32", "float32", ROW),
+    "bf16": _kernels_of("bf16", "uint16", ROW),
+    "fp16": _kernels_of("fp16", "uint16", ROW),
+    "fp8": _kernels_of("fp8", "uint8", 2 + ROW),
+    "int8": _kernels_of("int8", "uint8", 2 + ROW),
+    "int4": _kernels_of("int4", "uint8", 2 + HALF),
+    "e3m0": _kernels_of("e3m0", "uint8", 2 + HALF),
 }
