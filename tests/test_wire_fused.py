@@ -284,6 +284,12 @@ def test_outer_step_is_the_same(momentum, nesterov, lr, without_kernels):
             assert same(other, anchor)
             assert same(mean, before)
             assert speed is None or velocity is None or same(speed, velocity)
+            room = outer.room_for(anchor)
+            outer.update_into(room, anchor, mean, velocity)
+            expected = outer.room_for(anchor)
+            without_kernels(outer.update_into, expected, anchor, mean, velocity)
+            assert all(one is two is None or same(one, two) for one, two in zip(room, expected, strict=True))
+            assert same(other, anchor), "a step into other memory leaves the rest alone"
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.1, 0.9, 1 / 3])
@@ -305,7 +311,7 @@ def test_outer_kernels_apply_to_plain_fp32_memory_only(monkeypatch):
         assert not fused_outer.mix([good], bad, 0.5)
         assert not fused_outer.update(good, bad, good.clone(), **numbers)
         assert not fused_outer.update(good, good.clone(), bad, **numbers)
-        assert fused_outer.updated(good, good, bad, lr=1.0, momentum=0.9) is None
+        assert not fused_outer.nesterov_into(good, good, good, (bad, good.clone()), lr=1.0, momentum=0.9)
     monkeypatch.setattr(compiling, "_ready", {})
     assert not fused_outer.mix([good], good.clone(), 0.5)
 

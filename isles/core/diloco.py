@@ -225,7 +225,8 @@ class DiLoCo:
         stale = state.rounds.pop(due.round, None)
         if stale is not None and stale.ahead is not None:
             with self._waiting(due):
-                mean, state.anchor, state.velocity = stale.ahead.result()
+                result = stale.ahead.result()
+            mean = self._ahead.put_in_place(state, result)
             self._total_weight = mean.total_weight or self._total_weight
             return
         delta = self._wait(due, stale)

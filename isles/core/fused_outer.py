@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from isles.compiling import kernels, register
-from isles.wire.fused import memory_of
-from isles.wire.packing import empty
+from isles.wire.fused import Array, memory_of
 
 GROUP = "outer"
 register("isles.core.outer_kernels", [GROUP])
@@ -24,31 +23,25 @@ def update(
 ) -> bool:
     """One outer step, as `OuterSGD.update`: changes `anchor` and `velocity`, leaves `mean` alone."""
     group = kernels(GROUP)
-    if group is None or (position := memory_of(anchor)) is None or (step := memory_of(mean)) is None:
+    memory = _memory_of_all(anchor, mean, *([] if velocity is None else [velocity]))
+    if group is None or memory is None:
         return False
-    assert len(step) == len(position)
     if velocity is None:
-        group["step"](position, step, lr)
-        return True
-    if (speed := memory_of(velocity)) is None:
-        return False
-    assert len(speed) == len(position)
-    group["nesterov" if nesterov else "momentum"](position, step, speed, lr, momentum)
+        group["step"](*memory, lr)
+    else:
+        group["nesterov" if nesterov else "momentum"](*memory, lr, momentum)
     return True
 
 
-def updated(
-    anchor: Tensor, mean: Tensor, velocity: Tensor, *, lr: float, momentum: float
-) -> tuple[Tensor, Tensor] | None:
-    """Anchor and velocity after a step with Nesterov momentum, in new memory."""
-    group = kernels(GROUP)
-    before = [memory for tensor in (anchor, mean, velocity) if (memory := memory_of(tensor)) is not None]
-    if group is None or len(before) < 3:
-        return None
-    assert len({len(memory) for memory in before}) == 1
-    after, speed = empty(anchor.numel()), empty(anchor.numel())
-    group["nesterov_ahead"](*before, lr, momentum, after.numpy(), speed.numpy())
-    return after, speed
+def nesterov_into(
+    anchor: Tensor, mean: Tensor, velocity: Tensor, new: tuple[Tensor, Tensor], *, lr: float, momentum: float
+) -> bool:
+    """A step with Nesterov momentum that writes anchor and velocity to other memory."""
+    group, memory = kernels(GROUP), _memory_of_all(anchor, mean, velocity, *new)
+    if group is None or memory is None:
+        return False
+    group["nesterov_into"](*memory[:3], lr, momentum, *memory[3:])
+    return True
 
 
 def mix(thetas: Sequence[Tensor], anchor: Tensor, alpha: float) -> bool:
@@ -65,3 +58,12 @@ def mix(thetas: Sequence[Tensor], anchor: Tensor, alpha: float) -> bool:
         first += len(part)
     assert first == len(whole)
     return True
+
+
+def _memory_of_all(*tensors: Tensor) -> list[Array] | None:
+    """Arrays of one length; None if one of these is not such memory."""
+    memory = [array for tensor in tensors if (array := memory_of(tensor)) is not None]
+    if len(memory) < len(tensors):
+        return None
+    assert all([len(array) == len(memory[0]) for array in memory])
+    return memory

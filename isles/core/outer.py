@@ -27,6 +27,9 @@ from isles.wire import fused
 from isles.wire.codec import Codec
 from isles.wire.packing import empty, is_finite
 
+Position = tuple[Tensor, Tensor | None]
+"""An anchor and its velocity, if there is momentum."""
+
 
 @dataclass(frozen=True)
 class OuterSGD:
@@ -46,6 +49,11 @@ class OuterSGD:
         """The velocity before the first update; None where there is no momentum to remember."""
         return anchor.new_zeros(anchor.shape) if self.momentum else None
 
+    def room_for(self, anchor: Tensor) -> Position:
+        """New memory for an anchor and its velocity."""
+        room = empty(anchor.numel(), anchor.device)
+        return room, empty(anchor.numel(), anchor.device) if self.momentum else None
+
     def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
         if fused_outer.update(anchor, mean, velocity, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov):
@@ -57,15 +65,17 @@ class OuterSGD:
         direction = velocity.mul(self.momentum).add_(mean) if self.nesterov else velocity
         anchor.sub_(direction * self.lr)
 
-    def updated(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The same in new memory: anchor and velocity after the step."""
-        if velocity is not None and self.nesterov:
-            after = fused_outer.updated(anchor, mean, velocity, lr=self.lr, momentum=self.momentum)
-            if after is not None:
-                return after
-        anchor, velocity = anchor.clone(), None if velocity is None else velocity.clone()
-        self.update(anchor, mean, velocity)
-        return anchor, velocity
+    def update_into(self, new: Position, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
+        """The same, but what anchor and velocity are after the step is written to other memory."""
+        new_anchor, new_velocity = new
+        if velocity is not None and new_velocity is not None:
+            room = new_anchor, new_velocity
+            if self.nesterov and fused_outer.nesterov_into(
+                anchor, mean, velocity, room, lr=self.lr, momentum=self.momentum
+            ):
+                return
+            new_velocity.copy_(velocity)
+        self.update(new_anchor.copy_(anchor), mean, new_velocity)
 
 
 def outer_gradient(anchor: Tensor, fragment: Fragment, residual: Tensor | None) -> tuple[Tensor, bool]:

@@ -39,7 +39,8 @@ def _nesterov(anchor, mean, velocity, lr, momentum):
 
 
 @kernel
-def _nesterov_ahead(anchor, mean, velocity, lr, momentum, new_anchor, new_velocity):
+def _nesterov_into(anchor, mean, velocity, lr, momentum, new_anchor, new_velocity):
+    """The same into other memory. (Given the same memory, it would not use vectors.)"""
     lr, momentum = float32(lr), float32(momentum)
     for i in range(anchor.shape[0]):
         speed = velocity[i] * momentum + mean[i]
@@ -55,15 +56,13 @@ def _mix(theta, anchor, first, alpha):
 
 
 _VECTOR = "float32[::1]"
+_WITH_MOMENTUM = f"{_VECTOR}, {_VECTOR}, {_VECTOR}, float64, float64"
 KERNELS = {
     "outer": {
         "step": (_step, f"void({_VECTOR}, {_VECTOR}, float64)"),
-        "momentum": (_momentum, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float64, float64)"),
-        "nesterov": (_nesterov, f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float64, float64)"),
-        "nesterov_ahead": (
-            _nesterov_ahead,
-            f"void({_VECTOR}, {_VECTOR}, {_VECTOR}, float64, float64, {_VECTOR}, {_VECTOR})",
-        ),
+        "momentum": (_momentum, f"void({_WITH_MOMENTUM})"),
+        "nesterov": (_nesterov, f"void({_WITH_MOMENTUM})"),
+        "nesterov_into": (_nesterov_into, f"void({_WITH_MOMENTUM}, {_VECTOR}, {_VECTOR})"),
         "mix": (_mix, f"void({_VECTOR}, {_VECTOR}, int64, float64)"),
     }
 }

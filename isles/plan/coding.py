@@ -89,7 +89,7 @@ def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:
     anchor = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 0.02
     weights, mean = anchor + 1e-3, anchor * 1e-3
     outer = OuterSGD.of(Method())
-    velocity = outer.init(anchor)
+    velocity, room = outer.init(anchor), outer.room_for(anchor)
     body = chosen.encode(anchor)
 
     def gradient() -> None:
@@ -106,7 +106,7 @@ def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:
         reduction.weighted_mean([body], [1.0], chosen, numel)
 
     def step() -> None:
-        outer.updated(anchor, mean, velocity)
+        outer.update_into(room, anchor, mean, velocity)
 
     def blend() -> None:
         mix_vectors(weights, anchor, 0.5)
