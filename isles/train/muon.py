@@ -7,8 +7,8 @@
 Matrices inside layers take it. Embeddings, norms and everything outside layers keep AdamW, in groups of their own. One
 optimizer for both, so that the engine has one to hook and a checkpoint one to keep.
 
-Islands that average weights seem to gain more from Muon than a single machine does (docs/log.md; `isles reproduce
-recipe`). Matrices of one shape are stacked and multiplied together, in bf16 on a GPU and in fp32 elsewhere. A sharded
+Islands that average weights gain more from Muon than a single machine does (docs/log.md; `isles reproduce recipe`).
+Matrices of one shape are stacked and multiplied together, in bf16 on a GPU and in fp32 elsewhere. A sharded
 matrix cannot be made orthogonal from one shard, and is refused.
 """
 

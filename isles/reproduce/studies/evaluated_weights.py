@@ -41,9 +41,13 @@ def _findings(records: Records) -> list[Finding]:
 
 
 def _plot(records: Records, figure: Any) -> None:
-    for axes, name in zip(figure.subplots(1, len(records.names), squeeze=False)[0], records.names, strict=True):
+    panels = figure.subplots(1, len(records.names), squeeze=False)[0]
+    for axes, name in zip(panels, records.names, strict=True):
         figures.dots(axes, {weights: records.values(name, what) for weights, what in WEIGHTS.items()})
         figures.quiet(axes, figures.LOSS, "", name)
+        axes.locator_params(axis="x", nbins=4)
+    for axes in panels[1:]:
+        axes.set_yticklabels([])
 
 
 STUDY = Study(

@@ -36,9 +36,7 @@ def _findings(records: Records) -> list[Finding]:
     gap = {
         (m, o): records.change(f"{m}: streaming, {o}", f"{m}: data-parallel, {o}") for m in models for o in OPTIMIZERS
     }
-    losses = "; ".join(
-        f"{m}: {loss_text(records, f'{m}: data-parallel, AdamW', f'{m}: streaming, Muon')}" for m in models
-    )
+    losses = "; ".join(loss_text(records, f"{m}: data-parallel, AdamW", f"{m}: streaming, Muon") for m in models)
     return [
         Finding(
             "Islands with Muon in 4 bits are at or below data-parallel AdamW, for the same tokens",
@@ -66,16 +64,15 @@ def _findings(records: Records) -> list[Finding]:
 
 def _plot(records: Records, figure: Any) -> None:
     models = _models(records)
-    for place, (axes, model) in enumerate(
-        zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True), start=1
-    ):
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for axes, model in zip(panels, models, strict=True):
         names = [name for name in records.names if name.startswith(f"{model}: ")]
         rows = {name.split(": ")[1]: records.values(name) for name in names}
         parameters = records.of(names[0])[0]["parameters"]
         figures.dots(axes, rows, base="data-parallel, AdamW")
         figures.quiet(axes, figures.LOSS, "", f"{parameters / 1e6:.2f}M parameters")
-        if place > 1:
-            axes.set_yticklabels([])
+    for axes in panels[1:]:
+        axes.set_yticklabels([])
 
 
 STUDY = Study(
