@@ -15,8 +15,9 @@ from typing import Any
 from isles.core.method import Method
 from isles.plan import Island, Link, Workload, predict
 from isles.plan.coding import Coding, measure
-from isles.plan.exchange import FRAMING
+from isles.plan.exchange import FRAMING, fragment_round
 from isles.view.events import Event
+from isles.wire.reduction import Reduction
 
 OUTSIDE = "outside the layers"
 
@@ -39,15 +40,14 @@ def workload_of(config: Event, step_seconds: float, ranks: int = 1) -> Workload:
 def coding_of(config: Event, processes: int, timed: bool) -> Coding | None:
     """How fast this machine encodes and decodes for a run, measured at the size of its largest fragment.
 
-    All islands of the laboratory encode at the same step, on the same cores: where there are more processes than cores,
-    each gets its share of them. What is done beside a loop that trains, not sleeps, takes from it unless there are two
-    cores for each process.
+    All islands of the laboratory encode at the same step, on the same cores, so that is how it is measured. What is
+    done beside a loop that trains, not sleeps, takes from it unless there are two cores for each process.
     """
     if not config["method"]:
         return None
     largest = max((int(each["numel"]) for each in config["fragments"]), default=int(config["parameters"]))
-    alone, cores = _measured(config["method"]["codec"], largest), os.cpu_count() or 1
-    return alone.shared(crowd=max(1.0, processes / cores), spare_cores=timed or 2 * processes <= cores)
+    found = _measured(config["method"]["codec"], largest, at_once=processes)
+    return dataclasses.replace(found, spare_cores=timed or 2 * processes <= (os.cpu_count() or 1))
 
 
 _measured = functools.lru_cache(maxsize=None)(measure)
@@ -71,18 +71,29 @@ def predicted(
         Island(step_seconds=seconds, link=Link.symmetric(rate, latency_seconds))
         for seconds, rate in zip(reference, slowest, strict=True)
     ]
+    reduction = (config.get("config") or {}).get("reduction", "auto")
     coding = coding_of(config, len(fleet) * ranks, timed="step_seconds" in config["config"])
     found = predict(
         workload_of(config, max(reference), ranks),
         fleet,
         method,
-        reduction=(config.get("config") or {}).get("reduction", "auto"),
+        reduction=reduction,
         coding=coding,
     )
     steps, islands = int(config["config"]["steps"]), len(fleet)
+    closing = _closing_bytes(config, method, islands, reduction)
     return {
         "planned_utilization": float(found.utilisation),
         "planned_step_seconds": float(found.step_seconds),
-        "planned_bytes_sent": round(found.bytes_per_step * steps * islands),
+        "planned_bytes_sent": round(found.bytes_per_step * steps * islands) + closing,
         "planned_coding": None if coding is None else dataclasses.asdict(coding),
     }
+
+
+def _closing_bytes(config: Event, method: Method | None, islands: int, reduction: Reduction) -> int:
+    """What all islands send after the last step: with eager updates they average their anchors once, in fp32."""
+    if method is None or method.update != "eager":
+        return 0
+    sizes = [int(each["numel"]) for each in config["fragments"]]
+    rounds = [fragment_round(numel, "fp32", islands, reduction=reduction, coding=Coding.free()) for numel in sizes]
+    return islands * sum(each.num_bytes for each in rounds)

@@ -155,6 +155,7 @@ class TimedRun:
                 self._log_step(step, end - begin, synchroniser.cost_of_step(pass_seconds))
                 begin = end  # writing the log is a part of the next step
             busy = time.process_time() - busy
+        self.totals.bytes_sent += synchroniser.closing_bytes
         return self._finish(busy)
 
     def _claim(self) -> None:

@@ -20,6 +20,7 @@ machine it runs on.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -63,29 +64,41 @@ class Coding:
         changes: dict[str, Any] = dict(speeds)
         return replace(self, **changes)
 
-    def shared(self, crowd: float, spare_cores: bool) -> Coding:
-        """Of one process where so many share a core.
 
-        >>> Coding(encode_per_second=8e6).shared(2.0, True).encode_per_second
-        4000000.0
-        """
-        slower = self.at(**{name: speed / crowd for name, speed in self.speeds().items()})
-        return replace(slower, spare_cores=spare_cores)
+def measure(codec: str, numel: int = 1 << 20, repeats: int = 5, at_once: int = 1) -> Coding:
+    """Times one codec on this machine, in the way the engine uses it.
+
+    With `at_once`, so many processes are taken to do the same thing at the same time, a thread each, and the time of
+    the last one counts: cores share caches and memory, so two of them are not twice as fast as one.
+    """
+    import torch
+
+    from isles.wire.fused import warm_up
+
+    everybody = [_actions(codec, numel) for _ in range(at_once)]
+    warm_up()  # what is timed is what will run
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = [_best(list(alike), repeats) for alike in zip(*everybody, strict=True)]
+    finally:
+        torch.set_num_threads(threads)
+    free = Coding.free()
+    return free.at(**dict(zip(free.speeds(), (numel / second for second in seconds), strict=True)))
 
 
-def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:
-    """Times one codec on this machine, in the way the engine uses it, on one thread."""
+def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
+    """What a process does with a fragment, in the order of the speeds."""
     import torch
 
     from isles.core.method import Method
     from isles.core.outer import OuterSGD, mix_vectors
     from isles.wire import message, reduction
     from isles.wire.codecs import codecs
-    from isles.wire.fused import encode_difference, warm_up
+    from isles.wire.fused import encode_difference
     from isles.wire.packing import empty
 
     chosen = codecs[codec]
-    warm_up()  # what is timed is what will run
     anchor = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 0.02
     weights, mean = anchor + 1e-3, anchor * 1e-3
     outer = OuterSGD.of(Method())
@@ -111,23 +124,28 @@ def measure(codec: str, numel: int = 1 << 20, repeats: int = 5) -> Coding:
     def blend() -> None:
         mix_vectors(weights, anchor, 0.5)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            seconds = [_best(action, repeats) for action in (gradient, encode, decode, step, blend)]
-    finally:
-        torch.set_num_threads(threads)
-    free = Coding.free()
-    return free.at(**dict(zip(free.speeds(), (numel / second for second in seconds), strict=True)))
+    return [gradient, encode, decode, step, blend]
 
 
-def _best(action: Callable[[], None], repeats: int) -> float:
-    """Seconds of an action at its best, after one that warms up."""
-    action()
+def _best(actions: list[Callable[[], None]], repeats: int) -> float:
+    """Seconds until all of these, done at the same time, are done; at its best, after one time that warms up."""
+    ends = [0.0] * len(actions)
+    everybody = threading.Barrier(len(actions))
+
+    def work(place: int) -> None:
+        everybody.wait()
+        actions[place]()
+        ends[place] = time.perf_counter()
+
     best = math.inf
-    for _ in range(repeats):
+    for turn in range(1 + repeats):
+        others = [threading.Thread(target=work, args=(place,)) for place in range(1, len(actions))]
+        for thread in others:
+            thread.start()
         begin = time.perf_counter()
-        action()
-        best = min(best, time.perf_counter() - begin)
+        work(0)
+        for thread in others:
+            thread.join()
+        if turn:
+            best = min(best, max(ends) - begin)
     return best

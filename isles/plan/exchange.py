@@ -83,9 +83,9 @@ def fragment_round(
     else:
         piece = forms.piece_numel(shard, islands, chosen)
         hops = 3 * ring
-        # One half of a piece is averaged while the other one is on the link.
-        hidden = islands * piece / coding.decode_per_second + piece / coding.encode_per_second
-        after = islands * piece / coding.decode_per_second
+        # One half of a piece is averaged while the other one is on the link; that one cannot be.
+        hidden = (islands * piece / coding.decode_per_second + piece / coding.encode_per_second) / 2
+        after = hidden + islands * piece / coding.decode_per_second
     gradient, encode = shard / coding.gradient_per_second, shard / coding.encode_per_second
     step, mix = shard / coding.outer_per_second, shard / coding.mix_per_second
     loop, before = (encode, 0.0) if chosen.kernels else (gradient, encode)

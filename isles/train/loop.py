@@ -120,6 +120,7 @@ class Trainer:
                 self._log_step(step, loss, time.perf_counter() - begin, synchroniser.cost_of_step(pass_seconds))
                 self._between_steps(step + 1, synchroniser)
             self.checkpoints.wait()
+        self.totals.bytes_sent += synchroniser.closing_bytes
         found = self._evaluate(self.model, None)
         self._log_eval(config.steps, found)
         return self._finish(found)

@@ -47,6 +47,8 @@ class Synchroniser(Protocol):
 
     model: nn.Module
     """Call this one for training."""
+    closing_bytes: int
+    """Sent after the last step, so that all islands end with the same model; known after `__exit__`."""
 
     def __enter__(self) -> Synchroniser: ...
     def __exit__(self, *exception: Any) -> None: ...
@@ -67,6 +69,8 @@ class Synchroniser(Protocol):
 
 class Islands:
     """isles in a training loop, as a user would put it there, with a stopwatch on both sides."""
+
+    closing_bytes = 0
 
     def __init__(
         self,
@@ -92,7 +96,9 @@ class Islands:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        before = self.diloco.stats.bytes_sent
         self.diloco.__exit__(*exception)
+        self.closing_bytes = self.diloco.stats.bytes_sent - before
 
     def _note(self, event: isles.Event) -> None:
         what = {"step": event.step, "fragment": event.fragment, "round": event.round}
@@ -133,6 +139,8 @@ class Islands:
 
 class DataParallel:
     """torch's DistributedDataParallel, every gradient over the link at every step."""
+
+    closing_bytes = 0
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
         self._plain, self._optimizer, self._place = model, optimizer, place
