@@ -52,8 +52,12 @@ def measure(network: Network, seconds: float = SECONDS, warm_up_seconds: float =
     return [found[(island + 1) % len(islands)]["bits_per_second"] for island in islands]
 
 
+class LinkError(OSError):
+    """Links do not carry what they were told to."""
+
+
 def verify(network: Network, attempts: int = 3) -> list[float]:
-    """As `measure`; raises OSError if a link is not what it should be. Several attempts: machines are busy."""
+    """As `measure`; raises LinkError if a link is not what it should be. Several attempts: machines are busy."""
     for attempt in range(1, attempts + 1):
         measured = measure(network)
         wanted = [shape.goodput_bits_per_second for shape in network.shapes]
@@ -63,7 +67,7 @@ def verify(network: Network, attempts: int = 3) -> list[float]:
             break
         if attempt == attempts:
             rates = ", ".join(f"{rate / 1e6:.4g}" for rate in measured)
-            raise OSError(
+            raise LinkError(
                 f"the links carry {rates} Mbit/s where {min(slowest) / 1e6:.4g} were expected: this machine is too "
                 "busy, or too slow, to shape them so; try a lower --bandwidth"
             )
