@@ -6,9 +6,9 @@ with its own time-out, so that its traffic and the user's collectives cannot get
 
 One thread per world does all the talking: it takes the rounds in the order in which they were started, the
 same on every island, exchanges headers, checks that they agree, and moves the bodies, while the training loop
-runs on. A second one encodes before it and a third one checks and averages after it, so that the link does not
-stand still meanwhile. Bodies go in slices: the time-out is about silence, not about how long a large payload
-takes on a slow link.
+runs on. A second one encodes before it, what is not encoded yet, and a third one checks and averages after it, so
+that the link does not stand still meanwhile. Bodies go in slices: the time-out is about silence, not about how long
+a large payload takes on a slow link.
 
 When a peer dies or stays silent for `timeout`, the round that was under way raises `LostPeerError`, and so
 does every later one.
