@@ -86,6 +86,8 @@ def _plot(records: Records, figure: Any) -> None:
     named = {f"{name}, exponent {slope(points):.3f}": points for name, points in series.items()}
     figures.lines(left, named, log_x=True)
     left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}")
     figures.quiet(left, "parameters")
     base = series.pop("data-parallel")
     gaps = {
