@@ -41,12 +41,13 @@ def launch(config: TrainConfig) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="isles-") as meeting, watching(config):
         islands = [_start(config, rank, Path(meeting) / "rendezvous") for rank in range(config.islands)]
         try:
-            _wait(islands, config)
+            codes = _wait(islands, config)
         finally:
             for island in islands:
                 if island.poll() is None:
                     island.kill()
                 island.wait()
+    _check(codes, config)  # when all progress has been shown: what it has to say is the last line
     return summary_of(folder)
 
 
@@ -108,8 +109,8 @@ def _start(config: TrainConfig, rank: int, rendezvous: Path) -> subprocess.Popen
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def _wait(islands: list[subprocess.Popen[bytes]], config: TrainConfig) -> None:
-    """Until all have ended; raises if one has not ended well."""
+def _wait(islands: list[subprocess.Popen[bytes]], config: TrainConfig) -> list[int | None]:
+    """Until all have ended; returns their exit codes, None for one that does not end."""
     interrupted = False
     deadline = float("inf")
     while any(island.poll() is None for island in islands) and time.monotonic() < deadline:
@@ -122,10 +123,14 @@ def _wait(islands: list[subprocess.Popen[bytes]], config: TrainConfig) -> None:
             _ask_to_stop(Path(config.run), config)
         if deadline == float("inf") and any(island.poll() for island in islands):
             deadline = time.monotonic() + config.timeout_seconds + 30
-    failed = [rank for rank, island in enumerate(islands) if island.poll() not in (0, STOPPED)]
-    if failed:
-        _explain(failed, islands, config)
-    if any(island.poll() == STOPPED for island in islands):
+    return [island.poll() for island in islands]
+
+
+def _check(codes: list[int | None], config: TrainConfig) -> None:
+    """Raises if an island has not ended well."""
+    if any(code not in (0, STOPPED) for code in codes):
+        _explain(codes, config)
+    if STOPPED in codes:
         print(
             f"isles train: {_last_line(config, 0)}; continue with: isles train --resume --run {config.run}",
             file=sys.stderr,
@@ -147,8 +152,8 @@ def _ask_to_stop(folder: Path, config: TrainConfig) -> None:
     part.rename(folder / STOP_FILE)
 
 
-def _explain(failed: list[int], islands: list[subprocess.Popen[bytes]], config: TrainConfig) -> None:
-    codes = {rank: islands[rank].poll() for rank in failed}
+def _explain(codes: list[int | None], config: TrainConfig) -> None:
+    failed = [rank for rank, code in enumerate(codes) if code not in (0, STOPPED)]
     mistaken = [rank for rank in failed if codes[rank] == USER_MISTAKE]
     if mistaken:
         raise ValueError(_last_line(config, mistaken[0]))
