@@ -40,14 +40,18 @@ def workload_of(config: Event, step_seconds: float, ranks: int = 1) -> Workload:
 def coding_of(config: Event, processes: int, timed: bool) -> Coding | None:
     """How fast this machine encodes and decodes for a run, measured at the size of its largest fragment.
 
-    All islands of the laboratory encode at the same step, on the same cores, so that is how it is measured. What is
-    done beside a loop that trains, not sleeps, takes from it unless there are two cores for each process.
+    Islands that wait for each other's rounds encode at the same time, on the same cores, so that is how it is measured;
+    those that do not wait, with delayed and eager updates, are soon out of step, and as many as there are cores are
+    taken to be at it. What is done beside a loop that trains, not sleeps, takes from it unless there are two cores for
+    each process.
     """
     if not config["method"]:
         return None
     largest = max((int(each["numel"]) for each in config["fragments"]), default=int(config["parameters"]))
-    found = _measured(config["method"]["codec"], largest, at_once=processes)
-    return dataclasses.replace(found, spare_cores=timed or 2 * processes <= (os.cpu_count() or 1))
+    cores = os.cpu_count() or 1
+    at_once = processes if config["method"]["update"] == "fresh" else min(processes, cores)
+    found = _measured(config["method"]["codec"], largest, at_once=at_once)
+    return dataclasses.replace(found, spare_cores=timed or 2 * processes <= cores)
 
 
 _measured = functools.lru_cache(maxsize=None)(measure)

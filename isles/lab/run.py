@@ -77,7 +77,7 @@ def claim(folder: Path, *, overwrite: bool, resume: bool = False) -> None:
     if folder.is_dir() and any(folder.iterdir()) and not resume:
         if not overwrite:
             raise ValueError(f"--run {folder} exists: add --overwrite to replace it, or name another")
-        if not (folder / "node-0.log").exists() and not (folder / "reference").exists():
+        if not any((folder / name).exists() for name in ("lab.json", "node-0.log", "reference")):
             raise ValueError(f"--overwrite replaces runs of the laboratory, and {folder} is none: name another")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)

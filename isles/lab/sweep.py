@@ -28,8 +28,8 @@ from isles.view import units
 RESULTS, TABLE, FIGURE = "results.jsonl", "table.md", "utilisation.png"
 REFERENCE_STEPS = 15
 TIMEOUT_SECONDS = 900.0
-STOLEN = 0.03
-ATTEMPTS = 4
+STOLEN = 0.05
+ATTEMPTS = 3
 
 Record = dict[str, Any]
 
