@@ -95,13 +95,13 @@ COMPUTE = Kind(
 )
 TIMED = Kind(
     name="timed",
-    title="four islands of 30.8M parameters, step of 30.9 ms (a timed sleep), H = 128",
+    title="four islands of 30.8M parameters, step of 30 ms (a timed sleep), H = 128",
     islands=4,
-    workload=Workload(name="timed", parameters=30_800_000, layers=8, step_seconds=0.0309),
+    workload=Workload(name="timed", parameters=30_800_000, layers=8, step_seconds=0.03),
     sync_every=128,
     overlap=20,
     bandwidths=(50e6, 100e6, 200e6, 400e6),
-    flags=("--parameters", "30.8e6", "--layers", "8", "--step-seconds", "0.0309", "--reduction", "reduce-scatter"),
+    flags=("--parameters", "30.8e6", "--layers", "8", "--step-seconds", "0.03", "--reduction", "reduce-scatter"),
     timed=True,
     fragment_layers=1,
     reduction="reduce-scatter",
