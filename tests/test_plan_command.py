@@ -270,7 +270,7 @@ def test_nothing_that_reaches_it_is_better_than_what_is_recommended(bandwidth, p
 def test_eager_updates_are_recommended_with_mixing(bandwidth):
     best = recommend(question(bandwidth), 0.95)
     assert best.variant.family == "distant"
-    assert best.variant.method() == isles.Method.eager(sync_every=best.variant.sync_every, mixing=0.5)
+    assert best.variant.method() == isles.Method.eager(sync_every=best.variant.sync_every, mixing=0.75)
     assert "not published" in best.penalty.quote
 
 

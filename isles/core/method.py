@@ -193,10 +193,10 @@ class Method:
 
     @classmethod
     def distant(cls, **knobs: Any) -> Method:
-        """For very slow links, ours: eager updates with mixing, so that an island keeps half of its own weights when
-        a result is applied (docs/reproduction.md, `methods`; docs/log.md has the settings that may be better still).
+        """For very slow links, ours: eager updates with mixing. An island keeps three quarters of its own weights when a
+        result is applied (docs/log.md, "A whole round late").
         """
-        return cls.eager(**{"mixing": 0.5, **knobs})
+        return cls.eager(**{"mixing": 0.75, **knobs})
 
     @property
     def lateness(self) -> int:
