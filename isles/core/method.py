@@ -193,8 +193,8 @@ class Method:
 
     @classmethod
     def distant(cls, **knobs: Any) -> Method:
-        """For very slow links, ours: eager updates with mixing. An island keeps three quarters of its own weights when a
-        result is applied (docs/log.md, "A whole round late").
+        """For very slow links, ours: eager updates with mixing. An island keeps three quarters of its own weights when
+        a result is applied (docs/log.md, "A whole round late").
         """
         return cls.eager(**{"mixing": 0.75, **knobs})
 
