@@ -1,6 +1,7 @@
 """A whole round late: eager updates or an overlap of H - 1 steps, and with how much mixing?
 
     python experiments/late.py --data BOOKS --val BOOKS_HELD_OUT --model micro --seeds 3
+    python experiments/late.py --data BOOKS --val BOOKS_HELD_OUT --model mini --seeds 3 --few
 
 Both tolerate the same latency. Prints a table; docs/log.md has the finding, `Method.distant` the answer. Finished runs
 are kept, as those of `isles reproduce`.
@@ -15,16 +16,19 @@ from isles.core.method import Method
 from isles.reproduce.job import Job, Text
 from isles.reproduce.pool import run_tasks, tasks_of
 
-EAGER_MIXINGS = (0.0, 0.5, 0.75, 0.9)
-OVERLAP_MIXINGS = (0.5, 0.75, 0.9)
+EAGER_MIXINGS, FEW_EAGER_MIXINGS = (0.0, 0.5, 0.75, 0.9), (0.0, 0.75)
+OVERLAP_MIXINGS, FEW_OVERLAP_MIXINGS = (0.5, 0.75, 0.9), (0.75, 0.9)
 
 
-def settings(every: int) -> dict[str, Method | None]:
-    """What is compared."""
-    eager = {f"eager, mixing {mixing:g}": Method.eager(sync_every=every, mixing=mixing) for mixing in EAGER_MIXINGS}
+def settings(every: int, few: bool) -> dict[str, Method | None]:
+    """What is compared; few: without the mixings that lost at the smaller size."""
+    eager = {
+        f"eager, mixing {mixing:g}": Method.eager(sync_every=every, mixing=mixing)
+        for mixing in (FEW_EAGER_MIXINGS if few else EAGER_MIXINGS)
+    }
     long = {
         f"overlap {every - 1}, mixing {mixing:g}": Method.streaming(sync_every=every, overlap=every - 1, mixing=mixing)
-        for mixing in OVERLAP_MIXINGS
+        for mixing in (FEW_OVERLAP_MIXINGS if few else OVERLAP_MIXINGS)
     }
     return {"data-parallel": None, "streaming": Method.streaming(sync_every=every), **eager, **long}
 
@@ -37,12 +41,13 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=30)
     parser.add_argument("--steps", type=int, default=2100)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--few", action="store_true", help="six settings instead of nine")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     text = Text(args.data, args.val)
     jobs = {
         name: Job(method=method, model=args.model, steps=args.steps)
-        for name, method in settings(args.sync_every).items()
+        for name, method in settings(args.sync_every, args.few).items()
     }
     losses: dict[str, list[float]] = {name: [] for name in jobs}
     for task, record in run_tasks(tasks_of(jobs, args.seeds, text), text, workers=args.workers):

@@ -15,7 +15,7 @@ from isles.core.fragments import cut
 from isles.core.schedule import Schedule
 from isles.lab import timed
 from isles.lab.timed import TimedConfig, TimedRun
-from isles.lab.timed_model import SLICES, SliceSGD, TimedModel
+from isles.lab.timed_model import SLICES, Pace, SliceSGD, TimedModel
 from isles.train.place import Place
 from isles.view import events
 from isles.view.runs import Run
@@ -174,6 +174,46 @@ def test_a_step_that_is_late_does_not_sleep():
     model.pace.begin(1, begin - 2 * asked)
     model(torch.ones(1)).backward()
     assert time.perf_counter() - begin < asked / 2
+
+
+class Clock:
+    """Time that passes only when it is told to; every sleep ends late by what is asked for."""
+
+    def __init__(self):
+        self.now, self.late = 100.0, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + self.late
+
+
+def test_what_a_pass_is_late_the_next_step_makes_up_for():
+    """Sleeps that end late, as on cores that other islands use, do not make the compute longer; the engine does."""
+    clock, seconds = Clock(), []
+    pace = Pace(lambda: clock.now, clock.sleep)
+    for step, late in enumerate((0.0, 0.25, 0.5, 0.0, 0.0), start=1):
+        clock.late, begin = late, clock.now
+        pace.begin(step, begin)
+        pace.work(1.0)
+        clock.now += 0.125  # the optimizer, and then an engine
+        pace.has_worked(0.125)
+        clock.now += 2.0
+        seconds.append(clock.now - begin)
+    assert seconds == [1 + 0.125 + 2, 1 + 0.25 + 2, 1 - 0.25 + 0.5 + 2, 1 - 0.5 + 2, 1 + 2]
+    assert pace.late_seconds == 0.75
+
+
+def test_no_more_than_one_step_is_made_up_for():
+    clock = Clock()
+    pace = Pace(lambda: clock.now, clock.sleep)
+    pace.begin(1, clock.now)
+    clock.late = 7.0
+    pace.work(1.0)
+    clock.late = 0.0
+    for step, wanted in ((2, 0.0), (3, 1.0)):
+        begin = clock.now
+        pace.begin(step, begin)
+        pace.work(1.0)
+        assert clock.now - begin == wanted
 
 
 @pytest.fixture

@@ -6,15 +6,19 @@
                  other and overlaps their all-reduce with the rest of the pass, as on an accelerator
     optimizer    SGD on one slice of every vector, the next slice at every step
 
-Sleeping is until a deadline, not for a duration: what Python does between two sleeps counts as compute, up to T. The
-gradient of a slice is random, another on every island, so outer gradients are real numbers; after `SLICES` steps every
-parameter has moved. Touching all parameters at every step instead, as a real optimizer does, would keep a core busy:
-that is an accelerator's work, and it is in T.
+Sleeping is until a deadline, not for a duration: what Python does between two sleeps counts as compute, up to T. A pass
+that ends late, because the cores are busy with other islands just then, makes the next step shorter by that, up to T:
+an accelerator of one's own would have been done in time, with the next step in its queue.
+
+The gradient of a slice is random, another on every island, so outer gradients are real numbers; after `SLICES` steps
+every parameter has moved. Touching all parameters at every step instead, as a real optimizer does, would keep a core
+busy: that is an accelerator's work, and it is in T.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,15 +31,21 @@ SLICES = 100
 class Pace:
     """How far a step has come, and how far it should be."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self.step = 0
-        self._deadline = 0.0
-        self._ahead_seconds = 0.0
+        self.late_seconds = 0.0
+        """How late passes have ended so far, all together: what later steps have made up for."""
+        self._clock, self._sleep = clock, sleep
+        self._deadline = self._passed = self._asked_seconds = self._ahead_seconds = 0.0
 
     def begin(self, step: int, at: float) -> None:
-        """Step `step` (from 1) has begun at a time of `time.perf_counter`."""
-        self.step, self._deadline = step, at - self._ahead_seconds
-        self._ahead_seconds = 0.0
+        """Step `step` (from 1) has begun at a time of the clock."""
+        late = min(max(0.0, self._passed - self._deadline), self._asked_seconds)
+        self.late_seconds += late
+        self.step, self._deadline = step, at - self._ahead_seconds - late
+        self._passed, self._asked_seconds, self._ahead_seconds = at, 0.0, 0.0
 
     def has_worked(self, seconds: float) -> None:
         """So much was done outside the passes: the next step sleeps less."""
@@ -44,9 +54,11 @@ class Pace:
     def work(self, seconds: float) -> None:
         """Returns when the step has lasted so much longer; at once if it has already."""
         self._deadline += seconds
-        left = self._deadline - time.perf_counter()
+        self._asked_seconds += seconds
+        left = self._deadline - self._clock()
         if left > 0:
-            time.sleep(left)
+            self._sleep(left)
+        self._passed = self._clock()
 
     def slice_of(self, numel: int) -> slice:
         """The part of a vector that is trained at this step."""
