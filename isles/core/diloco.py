@@ -29,7 +29,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +50,12 @@ from isles.core.stats import Counted, Event, Kind, Stats
 from isles.wire.codecs import codecs
 from isles.wire.fused import warm_up
 from isles.wire.island import Island, reshard
+from isles.wire.memory import remember
 from isles.wire.packing import is_finite
 from isles.wire.world import Handle, Payload, World, default_world
 
 logger = logging.getLogger("isles")
+T = TypeVar("T")
 
 
 class DiLoCo:
@@ -123,13 +125,12 @@ class DiLoCo:
         engaged.add(optimizer)
 
     def _new_state(self, fragment: Fragment) -> OuterState:
-        anchor = fragment.read()
+        anchor = remember(fragment.read())
         residual = torch.zeros_like(anchor) if self.method.error_feedback else None
         return OuterState(anchor, self._outer.init(anchor), residual)
 
     # ---- after every inner step
 
-    @torch.no_grad()
     def _after_step(self) -> None:
         if self._showing_global:
             raise RuntimeError(
@@ -224,12 +225,10 @@ class DiLoCo:
         state = self._shelf.take(due.fragment)
         stale = state.rounds.pop(due.round, None)
         if stale is not None and stale.ahead is not None:
-            with self._waiting(due):
-                result = stale.ahead.result()
-            mean = self._ahead.put_in_place(state, result)
+            mean = self._ahead.put_in_place(state, self._wait_for(stale.ahead.result, due))
             self._total_weight = mean.total_weight or self._total_weight
             return
-        delta = self._wait(due, stale)
+        delta = None if stale is None else self._mean(stale, due, state.anchor.device)
         with phase("isles.outer_step"):
             own = [
                 (sent.codec, sent.body.to(state.anchor.device), sign * sent.share)
@@ -246,27 +245,24 @@ class DiLoCo:
             if delta is not None:
                 self._outer.update(state.anchor, delta, state.velocity)
 
-    def _wait(self, due: Due, sent: Sent | None) -> Tensor | None:
-        """The mean of a round; None if nobody took part, or if there was no such round."""
-        if sent is None:
-            return None
-        with self._waiting(due):
-            mean = sent.handle.wait()
+    def _mean(self, sent: Sent, due: Due, device: torch.device) -> Tensor | None:
+        """The mean of a round; None if nobody took part."""
+        mean = self._wait_for(sent.handle.wait, due)
         if not mean.weights:
             return None
         self._total_weight = mean.total_weight
-        return mean.values.to(self._shelf.take(due.fragment).anchor.device)
+        return mean.values if mean.values.device == device else mean.values.to(device)
 
-    @contextmanager
-    def _waiting(self, due: Due) -> Iterator[None]:
-        """Counts the time that is spent waiting for a round."""
+    def _wait_for(self, result: Callable[[], T], due: Due) -> T:
+        """What comes of a round, and counts the time that is spent waiting for it."""
         begin = time.perf_counter()
         with phase("isles.wait"):
-            yield
+            found = result()
         seconds = time.perf_counter() - begin
         self.stats.applies += 1
         self.stats.wait_seconds += seconds
         self._tell("apply", due, seconds=seconds)
+        return found
 
     def _recover(self, due: Due) -> None:
         """The island has gone astray: what is not finite goes back to the global value, and its rounds do not count.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from isles.compiling import kernels, register
-from isles.wire.fused import Array, memory_of
+from isles.wire.memory import Array, memory_of
 
 GROUP = "outer"
 register("isles.core.outer_kernels", [GROUP])

@@ -25,7 +25,8 @@ from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.wire import fused
 from isles.wire.codec import Codec
-from isles.wire.packing import empty, is_finite
+from isles.wire.memory import empty, empty_payload, remember
+from isles.wire.packing import is_finite
 
 Position = tuple[Tensor, Tensor | None]
 """An anchor and its velocity, if there is momentum."""
@@ -47,12 +48,12 @@ class OuterSGD:
 
     def init(self, anchor: Tensor) -> Tensor | None:
         """The velocity before the first update; None where there is no momentum to remember."""
-        return anchor.new_zeros(anchor.shape) if self.momentum else None
+        return remember(anchor.new_zeros(anchor.shape)) if self.momentum else None
 
     def room_for(self, anchor: Tensor) -> Position:
         """New memory for an anchor and its velocity."""
-        room = empty(anchor.numel(), anchor.device)
-        return room, empty(anchor.numel(), anchor.device) if self.momentum else None
+        new = lambda: remember(empty(anchor.numel(), anchor.device))
+        return new(), new() if self.momentum else None
 
     def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
@@ -101,7 +102,7 @@ def encoded_outer_gradient(anchor: Tensor, fragment: Fragment, codec: Codec) -> 
     tensors = fragment.tensors_in_place()
     if tensors is None or not anchor.is_cpu:
         return None
-    payload = torch.empty(codec.num_bytes(fragment.numel), dtype=torch.uint8)
+    payload = empty_payload(codec.num_bytes(fragment.numel))
     finite = fused.encode_difference(codec, anchor, tensors, payload)
     return None if finite is None else (payload, finite)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 _NOTHING = nullcontext()
@@ -18,4 +18,4 @@ _NOTHING = nullcontext()
 
 def phase(name: str) -> AbstractContextManager[Any]:
     """A range of that name in the profile that is being taken, if there is one."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else _NOTHING
+    return record_function(name) if profiler._is_profiler_enabled else _NOTHING

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from isles.compiling import kernels, register, warm_up
+from isles.wire.memory import Array, memory_of
 
 if TYPE_CHECKING:
     from isles.wire.codec import Codec
 
-__all__ = ["GROUPS", "decode", "encode", "encode_difference", "memory_of", "merge", "warm_up"]
+__all__ = ["GROUPS", "decode", "encode", "encode_difference", "merge", "warm_up"]
 
-Array = np.ndarray[Any, Any]
 ROW = 128
 STORED: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
@@ -36,12 +36,8 @@ GROUPS = ("fp32", "bf16", "fp16", "fp8", "int8", "int4", "e3m0")
 register("isles.wire.kernels", GROUPS)
 
 
-def memory_of(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Array | None:
-    """The memory of a tensor of this type as a flat array that kernels can work on, if it is such memory."""
-    if type(tensor) is not Tensor or tensor.dtype is not dtype or not tensor.is_cpu or tensor.requires_grad:
-        return None
-    array: Array = tensor.numpy()
-    return array.reshape(-1) if array.flags.carray else None
+_rows: list[Array] = []
+"""Memory for a row, which nobody uses at the moment."""
 
 
 def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:
@@ -66,10 +62,12 @@ def encode_difference(codec: Codec, anchor: Tensor, thetas: Sequence[Tensor], pa
     parts = [part for theta in thetas if (part := memory_of(theta)) is not None]
     if whole is None or stored is None or len(parts) < len(thetas):
         return None
-    encode, finite, first, row = group["encode_difference"], True, 0, np.empty((1, ROW), np.float32)
+    encode, finite, first = group["encode_difference"], True, 0
+    row = _rows.pop() if _rows else np.empty((1, ROW), np.float32)
     for part in parts:
         finite &= encode(whole, part, first, row, stored)
         first += len(part)
+    _rows.append(row)
     assert first == len(whole)
     return finite
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,15 +18,6 @@ MANTISSA_BITS = 23
 def is_finite(values: Tensor) -> bool:
     """Whether all values are finite. A sum is nearly free, and a finite one proves it; otherwise each is looked at."""
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
-
-
-def empty(numel: int, device: torch.device | None = None) -> Tensor:
-    """Room for a new fp32 vector. For large ones on a CPU, numpy asks the kernel for large pages, which halves the time
-    of the first pass over them.
-    """
-    if device is None or device.type == "cpu":
-        return torch.from_numpy(np.empty(numel, np.float32))
-    return torch.empty(numel, device=device)
 
 
 # ---- scales
