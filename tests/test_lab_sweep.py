@@ -104,7 +104,7 @@ def test_a_run_that_the_host_disturbed_is_done_again(tmp_path, monkeypatch):
     found = sweep._undisturbed(tmp_path, cell, said.append)
     assert found["cpu_stolen_each"] == [0.2, 0.01]
     assert found["cpu_stolen"] == 0.01
-    assert said == ["the host took 20 % of the cores, once more", "once more: the links carry less"]
+    assert said == ["the host took 20 % of the cores: once more", "the links carry less: once more"]
     stolen[:] = [0.2, 0.06, 0.1, 0.0]
     assert sweep._undisturbed(tmp_path, cell, said.append)["cpu_stolen"] == 0.06
     assert stolen == [0.0], "there is an end to it"

@@ -111,6 +111,7 @@ def of_run(log: Sequence[Event], samples: Sequence[Sample], reference: Sequence[
         "wait_seconds": statistics.fmean(loop.wait_seconds for loop in found),
         "drain_seconds": max(loop.drain_seconds for loop in found),
         "event_log_utilization": end.get("compute_utilization"),
+        "late_seconds_per_step": end.get("late_seconds_per_step"),
         "bytes_sent": sent,
         "bytes_sent_by_island": [loop.bytes_sent for loop in found],
         "kernel_bytes": kernel,

@@ -62,16 +62,17 @@ def _undisturbed(folder: Path, cell: Cell, say: Callable[[str], None]) -> Record
     """A run of the cell that had the machine to itself, or the one of several that came nearest to it."""
     runs: list[Record] = []
     for attempt in range(1, ATTEMPTS + 1):
+        again = ": once more" if attempt < ATTEMPTS else ""
         try:
             runs.append(_run(folder, cell, say))
         except LinkError as error:
-            if attempt == ATTEMPTS and not runs:
+            if not runs and not again:
                 raise
-            say(f"once more: {error}")
+            say(f"{error}{again}")
             continue
         if stolen(runs[-1]) <= STOLEN:
             break
-        say(f"the host took {units.share(stolen(runs[-1]))} of the cores" + (", once more" * (attempt < ATTEMPTS)))
+        say(f"the host took {units.share(stolen(runs[-1]))} of the cores{again}")
     quietest = min(runs, key=stolen)
     return {**quietest, "cpu_stolen_each": [stolen(run) for run in runs]}
 
