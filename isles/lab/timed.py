@@ -149,11 +149,13 @@ class TimedRun:
             for step in range(1, self.config.steps + 1):
                 pace.begin(step, begin)
                 synchroniser.model(one).backward()
-                pass_seconds = time.perf_counter() - begin
+                passed = time.perf_counter()
                 optimizer.step()
                 optimizer.zero_grad()
                 end = time.perf_counter()
-                self._log_step(step, end - begin, synchroniser.cost_of_step(pass_seconds))
+                cost = synchroniser.cost_of_step(passed - begin)
+                pace.has_worked(end - passed - (cost.engine_seconds if self.method else 0.0))
+                self._log_step(step, end - begin, cost)
                 begin = end  # writing the log is a part of the next step
             busy = time.process_time() - busy
         self.totals.bytes_sent += synchroniser.closing_bytes

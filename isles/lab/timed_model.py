@@ -6,9 +6,10 @@
                  other and overlaps their all-reduce with the rest of the pass, as on an accelerator
     optimizer    SGD on one slice of every vector, the next slice at every step
 
-Sleeping is until a deadline, not for a duration: what Python does between two sleeps counts as compute, up to T. A pass
-that ends late, because the cores are busy with other islands just then, makes the next step shorter by that, up to T:
-an accelerator of one's own would have been done in time, with the next step in its queue.
+Sleeping is until a deadline, not for a duration: what Python does between two sleeps counts as compute, up to T, and
+so does what it does after the passes (`Pace.has_worked`). A pass that ends late, because the cores are busy with other
+islands just then, makes the next step shorter by that, up to T: an accelerator of one's own would have been done in
+time, with the next step in its queue. What isles does in the loop, or waits for, comes on top.
 
 The gradient of a slice is random, another on every island, so outer gradients are real numbers; after `SLICES` steps
 every parameter has moved. Touching all parameters at every step instead, as a real optimizer does, would keep a core
@@ -133,9 +134,7 @@ class SliceSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        begin = time.perf_counter()
         for group in self.param_groups:
             for parameter in group["params"]:
                 part = self._pace.slice_of(parameter.numel())
                 parameter[part].add_(parameter.grad[part], alpha=-group["lr"])
-        self._pace.has_worked(time.perf_counter() - begin)
