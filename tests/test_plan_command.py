@@ -267,10 +267,11 @@ def test_nothing_that_reaches_it_is_better_than_what_is_recommended(bandwidth, p
 
 
 @pytest.mark.parametrize("bandwidth", [1e8, 1e7])
-def test_eager_updates_are_recommended_with_mixing(bandwidth):
+def test_the_longest_overlap_is_recommended_with_mixing(bandwidth):
     best = recommend(question(bandwidth), 0.95)
     assert best.variant.family == "distant"
-    assert best.variant.method() == isles.Method.eager(sync_every=best.variant.sync_every, mixing=0.75)
+    every = best.variant.sync_every
+    assert best.variant.method() == isles.Method.streaming(sync_every=every, overlap=every - 1, mixing=0.75)
     assert "not published" in best.penalty.quote
 
 

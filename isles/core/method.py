@@ -193,10 +193,15 @@ class Method:
 
     @classmethod
     def distant(cls, **knobs: Any) -> Method:
-        """For very slow links, ours: eager updates with mixing. An island keeps three quarters of its own weights when
-        a result is applied (docs/log.md, "A whole round late").
+        """For very slow links, ours: streaming with the longest overlap there can be, so that a result has a whole
+        round to arrive. An island keeps three quarters of its own weights when it does (docs/log.md, "A whole round late").
+
+        >>> Method.distant(sync_every=30).overlap
+        29
         """
-        return cls.eager(**{"mixing": 0.75, **knobs})
+        sync_every = knobs.get("sync_every", cls.sync_every)
+        longest = sync_every - 1 if _is_integer(sync_every) else 0
+        return cls.streaming(**{"overlap": longest, "mixing": 0.75, **knobs})
 
     @property
     def lateness(self) -> int:

@@ -69,6 +69,7 @@ class Kind:
             Variant("streaming e3m0", "streaming", parts),
             Variant(f"streaming e3m0, overlap {self.overlap}", "streaming", {**parts, "overlap": self.overlap}),
             Variant("eager e3m0", "eager", parts),
+            Variant("distant e3m0", "distant", parts),
         ]
 
 

@@ -18,7 +18,7 @@ from isles.plan.coding import Coding
 from isles.plan.exchange import FRAMING
 from isles.plan.quantities import format_bandwidth
 
-COLOURS = ("#4a4a4a", "#c2410c", "#d97706", "#15803d", "#0e7490", "#6d28d9")
+COLOURS = ("#4a4a4a", "#c2410c", "#d97706", "#15803d", "#0e7490", "#6d28d9", "#be185d")
 
 
 def draw(records: Sequence[Record], file: Path) -> None:

@@ -3,7 +3,7 @@
 Candidates are the variants at the published settings (H = 30 and 100, or the H that was asked for). Of those that
 reach the wanted utilisation, the one with the least penalty wins; of equals the simplest, which is the order of the
 table. A method that looks better than data-parallel by a rounding error counts as equal to it. Eager updates are not
-recommended: `distant`, the same with mixing, asks no more of the link and loses less.
+recommended: `distant`, the longest overlap with more mixing, asks no more of the link and loses less.
 
 If none reaches it, distant updates at a longer period will, as long as it is the link that is in the way: nothing
 hides more, and the traffic falls as H grows. That is beyond what the papers published, and said so.

@@ -61,7 +61,7 @@ DATA_PARALLEL = Variant(name="data-parallel", family="data-parallel", fragmented
 
 
 def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
-    """The papers' five, longer overlap, eager updates, these with mixing. `cutting`: knobs on how to cut the model."""
+    """The papers' five, longer overlap, eager updates, and `distant`. `cutting`: knobs on how to cut the model."""
     if sync_every < 1:
         raise ValueError(f"sync_every={sync_every} must be at least 1")
     knobs = {"sync_every": sync_every, **cutting}
@@ -117,7 +117,7 @@ def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
             knobs=knobs,
             sync_every=sync_every,
             codec="e3m0",
-            lateness=sync_every,
+            lateness=sync_every - 1,
         ),
     ]
     return [variant for variant in found if _possible(variant)]
