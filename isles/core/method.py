@@ -194,7 +194,8 @@ class Method:
     @classmethod
     def distant(cls, **knobs: Any) -> Method:
         """For very slow links, ours: streaming with the longest overlap there can be, so that a result has a whole
-        round to arrive. An island keeps three quarters of its own weights when it does (docs/log.md, "A whole round late").
+        round to arrive. When it does, an island keeps three quarters of its own weights (docs/log.md, "A whole round
+        late").
 
         >>> Method.distant(sync_every=30).overlap
         29
