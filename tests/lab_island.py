@@ -1,4 +1,4 @@
-"""One island of a small training under torchrun: writes a line per step, and its weights at the end.
+"""One island of a small training under torchrun: writes when each step began and ended, and its weights at the end.
 
 Before some rounds it stops until the test lets it go on, so that what happens to the link happens in a known round
 however busy the machine is. `train` is the training itself; a test calls it with threads for islands, on no network at
@@ -19,7 +19,7 @@ LAYERS, WIDTH, SYNC_EVERY = 4, 160, 4
 METHOD = isles.Method.diloco(sync_every=SYNC_EVERY)
 
 
-def train(world, rounds: int, before_round=lambda number: None, after_step=lambda step, seconds: None) -> torch.Tensor:
+def train(world, rounds: int, before_round=lambda number: None, after_step=lambda **times: None) -> torch.Tensor:
     """All weights, after so many rounds in fp32."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
@@ -33,7 +33,7 @@ def train(world, rounds: int, before_round=lambda number: None, after_step=lambd
             model(torch.randn(8, WIDTH, generator=data)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            after_step(step, time.monotonic() - begin)
+            after_step(begin=begin, end=time.monotonic())
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -55,7 +55,7 @@ def main(folder: Path, rounds: int, held: set[int], timeout_seconds: float) -> N
             isles.TorchWorld(timeout=timeout_seconds),
             rounds,
             wait_at_gate,
-            lambda step, seconds: print(json.dumps({"step": step, "seconds": seconds}), file=steps),
+            lambda **times: print(json.dumps(times), file=steps),
         )
     torch.save(weights, folder / f"weights-{rank}.pt")
     dist.destroy_process_group()

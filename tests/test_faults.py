@@ -1,8 +1,10 @@
 """When an island dies, hangs, raises or ends early, every other one gets one clear error in time, and nobody hangs.
 
 The islands are real processes; one is killed with SIGKILL, put to sleep, or made to raise: before a round, in the
-middle of one, or while the worlds are being made. Times are compared with the time-out that was asked for. The same for
-the threads of `run_local`, which need no time-out.
+middle of one, or while the worlds are being made. Where an island leaves, its connections break and nobody waits for a
+time-out: those worlds have one that is longer than `processes.run` waits for anybody. Where an island stays and is
+silent, times are compared with the time-out that was asked for. The same for the threads of `run_local`, which need no
+time-out.
 """
 
 import os
@@ -23,7 +25,10 @@ from tests import processes
 
 torch.set_num_threads(1)
 FORMS = ["all-gather", "reduce-scatter"]
-TIMEOUT = 3.0
+LONG = 600.0
+"""A time-out that nobody lives to see."""
+TIMEOUT = 10.0
+"""Of islands that lose a silent one: none may be held up for so long by a busy machine while all is well."""
 SLACK = 5
 """A survivor may take this many time-outs: the machine may be busy with something else."""
 
@@ -64,6 +69,12 @@ def check_lost(outcome, where=""):
     assert seconds < SLACK * TIMEOUT, where
 
 
+def check_left(outcome, where=""):
+    """Lost, and known by the connection: nobody has waited for a time-out."""
+    check_lost(outcome, where)
+    assert "a connection broke" in outcome[2], f"{where}: {outcome[2]}"
+
+
 # ---- killed
 
 PROGRAM = """
@@ -89,13 +100,12 @@ with isles.DiLoCo(model, optimizer, method, world=world, sync_initial=True):
 
 def test_a_killed_process_ends_the_programs_of_all_others(tmp_path):
     """Whole programs, as a user writes them, so that the end of the interpreter is part of the test."""
-    seconds = 40.0
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = str(pathlib.Path(isles.__file__).parents[1])
     islands = [
         subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(tmp_path / "rendezvous"), str(seconds)],
+            [sys.executable, str(program), str(rank), str(tmp_path / "rendezvous"), str(LONG)],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": root},
@@ -104,24 +114,22 @@ def test_a_killed_process_ends_the_programs_of_all_others(tmp_path):
     ]
     try:
         islands[1].communicate(timeout=120)
-        killed = time.monotonic()
-        said = {rank: islands[rank].communicate(timeout=3 * seconds)[1] for rank in (0, 2)}
-        took = time.monotonic() - killed
+        said = {rank: islands[rank].communicate(timeout=120)[1] for rank in (0, 2)}
     finally:
         for island in islands:
             island.kill()
             island.wait()
     assert islands[1].returncode == -signal.SIGKILL
-    assert took < seconds, "a broken connection need not be waited for"
     for rank, text in said.items():
         assert islands[rank].returncode == 1, f"not an ordinary exception: {islands[rank].returncode}\n{text}"
         assert text.count("LostPeerError: ") == 1, text
         assert f"island {rank} lost" in text.splitlines()[-1], text
+        assert "a connection broke" in text.splitlines()[-1], "a broken connection need not be waited for"
 
 
 def die_within_a_round(rank, form, collective):
     """Island 1 dies when it is about to take part in the n-th collective of a round."""
-    world = isles.TorchWorld(timeout=TIMEOUT, reduction=form)
+    world = isles.TorchWorld(timeout=LONG, reduction=form)
     world.start(payload()).wait()
     if rank == 1:
         calls = []
@@ -147,7 +155,7 @@ def test_a_process_killed_within_a_round(form, collective, tmp_path):
         assert outcomes[rank].exit_code == 0, "a survivor crashed or hung"
         assert not outcomes[rank].error, outcomes[rank].trace
         for where, outcome in zip(("this round", "the next round", "gather"), outcomes[rank].value, strict=True):
-            check_lost(outcome, where)
+            check_left(outcome, where)
 
 
 # ---- silent
@@ -197,7 +205,7 @@ def raise_in_the_block(rank, stays):
         if step == 4 and rank == 1:
             raise ZeroDivisionError("the user's own mistake")
 
-    outcome = after(lambda: train(isles.TorchWorld(timeout=TIMEOUT), 20, trouble, overlap=1))
+    outcome = after(lambda: train(isles.TorchWorld(timeout=TIMEOUT if stays else LONG), 20, trouble, overlap=1))
     if rank == 1 and stays:
         time.sleep(1000)
     return outcome
@@ -205,17 +213,17 @@ def raise_in_the_block(rank, stays):
 
 @pytest.mark.parametrize("stays", [False, True], ids=["ends", "stays"])
 def test_an_exception_in_one_process(stays, tmp_path):
-    outcomes = processes.run(raise_in_the_block, 3, tmp_path, stays, until=(0, 2))
+    outcomes = processes.run(raise_in_the_block, 3, tmp_path, stays, until=(0, 2) if stays else (0, 1, 2))
     for rank in (0, 2):
         assert outcomes[rank].reported
         assert outcomes[rank].exit_code == 0
-        check_lost(outcomes[rank].value)
+        (check_lost if stays else check_left)(outcomes[rank].value)
     if not stays:
         assert outcomes[1].value[1:] == ("ZeroDivisionError", "the user's own mistake")
 
 
 def end_early(rank):
-    return after(lambda: train(isles.TorchWorld(timeout=TIMEOUT), 4 if rank == 0 else 8))
+    return after(lambda: train(isles.TorchWorld(timeout=LONG), 4 if rank == 0 else 8))
 
 
 def test_loops_of_different_length(tmp_path):

@@ -1,4 +1,8 @@
-"""`isles lab` as a user calls it: the record of a run, any command, mistakes, Ctrl-C."""
+"""`isles lab` as a user calls it: the record of a run, any command, mistakes, Ctrl-C.
+
+Links are verified before anything runs on them. Here they are so slow that a machine whose host takes its cores away
+for tens of milliseconds still carries all that they should.
+"""
 
 import json
 import os
@@ -13,6 +17,7 @@ from tests import lab_networks
 from tests.lab_networks import alive
 
 TINY = ["--data", "synthetic:0.1", "--vocabulary", "300", "--model", "micro", "--threads", "1", "--batch-size", "1"]
+SLOW = ["--bandwidth", "2Mbit"]
 
 
 @pytest.fixture(autouse=True)
@@ -20,18 +25,19 @@ def possible():
     lab_networks.require()
 
 
+@pytest.mark.timeout(900)  # two starts of torchrun on every island, one after the other
 def test_a_run_is_measured_counted_and_predicted(tmp_path, monkeypatch, capsys):
-    """Two islands on 20 Mbit/s, more than 1 MB of payload each."""
+    """Two islands on 4 Mbit/s, more than 1 MB of payload each."""
     monkeypatch.setenv("ISLES_CACHE", str(tmp_path / "cache"))
-    method = ["--method", "diloco", "--sync-every", "8", "--steps", "64"]
-    arguments = ["--islands", "2", "--bandwidth", "20Mbit", "--reference-steps", "10", "--run", str(tmp_path / "lab")]
+    method = ["--method", "diloco", "--sync-every", "8", "--steps", "32"]
+    arguments = ["--islands", "2", "--bandwidth", "4Mbit", "--reference-steps", "10", "--run", str(tmp_path / "lab")]
     assert main(["lab", *arguments, "--json", "--", *TINY, *method]) == 0
     printed = capsys.readouterr()
     record = json.loads(printed.out.strip().splitlines()[-1])
     assert record == json.loads((tmp_path / "lab" / "lab.json").read_text())
     assert record["bandwidth_measured"] == pytest.approx(record["bandwidth_expected"], rel=0.1)
     assert record["method"] == "diloco"
-    assert record["steps"] == 64
+    assert record["steps"] == 32
     assert record["val_loss"] > 0
     assert record["bytes_sent"] == record["planned_bytes_sent"], "the planner knows every byte"
     assert min(record["bytes_sent_by_island"]) > 1e6
@@ -48,7 +54,7 @@ def test_a_run_is_measured_counted_and_predicted(tmp_path, monkeypatch, capsys):
 def test_any_command_runs_on_every_island(tmp_path, capfd):
     folder = tmp_path / "lab"
     say = ["sh", "-c", "echo {island} of {islands}, $(hostname), {address} {host} {interface}"]
-    assert main(["lab", "--islands", "3", "--run", str(folder), "--command", "--json", "--", *say]) == 0
+    assert main(["lab", "--islands", "3", *SLOW, "--run", str(folder), "--command", "--json", "--", *say]) == 0
     record = json.loads(capfd.readouterr().out.strip().splitlines()[-1])
     assert record["islands"] == 3
     assert len(record["kernel_bytes_by_island"]) == 3
@@ -59,7 +65,7 @@ def test_any_command_runs_on_every_island(tmp_path, capfd):
 def test_a_command_that_fails_is_told_with_its_last_words(tmp_path):
     fails = ["sh", "-c", "echo the disk is full; exit {island}"]
     with pytest.raises(SystemExit) as caught:
-        main(["lab", "--run", str(tmp_path / "lab"), "--command", "--", *fails])
+        main(["lab", *SLOW, "--run", str(tmp_path / "lab"), "--command", "--", *fails])
     assert "island 1: the disk is full" in str(caught.value.code)
     assert "island 0" not in str(caught.value.code)
 
@@ -102,7 +108,7 @@ def test_a_folder_that_exists_is_not_touched(tmp_path, capsys):
 
 def test_ctrl_c_ends_everything_with_exit_code_130(tmp_path):
     marker = f"2{os.getpid():08d}"
-    command = [sys.executable, "-m", "isles.cli", "lab", "--run", str(tmp_path / "lab"), "--command", "--"]
+    command = [sys.executable, "-m", "isles.cli", "lab", *SLOW, "--run", str(tmp_path / "lab"), "--command", "--"]
     lab = subprocess.Popen([*command, "setsid", "--wait", "sleep", marker], stderr=subprocess.PIPE)
     lab_networks.wait_until(lambda: alive(marker), "the command runs")
     lab.send_signal(signal.SIGINT)

@@ -1,4 +1,8 @@
-"""Networks of the laboratory: links are what they should be, counters count, and nothing is ever left behind."""
+"""Networks of the laboratory: links are what they should be, counters count, and nothing is ever left behind.
+
+Where a rate is measured the links are so slow that their bucket, of two frames, lasts for tens of milliseconds: a
+machine whose host takes its cores away for a moment still carries all of it.
+"""
 
 import os
 import signal
@@ -49,9 +53,9 @@ def start_transfer(network: Network, chunks: int) -> tuple[subprocess.Popen, sub
 # ---- links
 
 
-@pytest.mark.parametrize(("islands", "mtu"), [(2, 9000), (3, 1500)])
-def test_a_link_carries_its_bandwidth_in_both_directions_at_once(islands, mtu):
-    with Network(islands, bandwidth=8e6, mtu=mtu) as network:
+@pytest.mark.parametrize(("islands", "bandwidth", "mtu"), [(2, 2e6, 9000), (3, 0.5e6, 1500)])
+def test_a_link_carries_its_bandwidth_in_both_directions_at_once(islands, bandwidth, mtu):
+    with Network(islands, bandwidth=bandwidth, mtu=mtu) as network:
         measured = transfer.verify(network)
         assert len(measured) == islands
         for rate in measured:
@@ -80,16 +84,16 @@ def test_the_kernel_counts_what_was_sent_and_a_little_for_headers():
 
 
 def test_bandwidth_changes_while_programs_run():
-    with Network(2, bandwidth=40e6) as network:
-        fast = min(transfer.measure(network, seconds=1.0))
-        network.set_bandwidth(4e6)
-        slow = min(transfer.measure(network, seconds=1.0))
+    with Network(2, bandwidth=5e6) as network:
+        fast = min(transfer.measure(network, seconds=2.0))
+        network.set_bandwidth(0.5e6)
+        slow = min(transfer.measure(network, seconds=2.0))
         assert fast / slow == pytest.approx(10, rel=0.3)
 
 
 def test_the_bandwidth_of_one_island_slows_only_its_own_link():
-    with Network(3, bandwidth=20e6) as network:
-        network.set_bandwidth(2e6, island=0)
+    with Network(3, bandwidth=5e6) as network:
+        network.set_bandwidth(0.5e6, island=0)
         from_0, from_1, from_2 = transfer.measure(network)
         assert from_1 > 4 * from_0, "the link between the other two is as it was"
         assert from_1 > 4 * from_2, "what island 0 gets is as slow as what it sends"

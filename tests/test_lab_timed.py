@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import torch
 import isles
 from isles.core.fragments import cut
 from isles.core.schedule import Schedule
-from isles.lab import timed
+from isles.lab import timed, timed_model
 from isles.lab.timed import TimedConfig, TimedRun
 from isles.lab.timed_model import SLICES, Pace, SliceSGD, TimedModel
 from isles.train.place import Place
@@ -30,16 +29,16 @@ def small_model(step_seconds: float = 1e-4, island: int = 0) -> TimedModel:
     return TimedModel(parameters=PARAMETERS, layers=LAYERS, step_seconds=step_seconds, seed=0, island=island)
 
 
-def train(model: TimedModel, steps: int) -> list[float]:
+def train(model: TimedModel, steps: int, clock=time.perf_counter) -> list[float]:
     """The seconds of each step."""
     optimizer, seconds = SliceSGD(model), []
-    begin = time.perf_counter()
+    begin = clock()
     for step in range(1, steps + 1):
         model.pace.begin(step, begin)
         model(torch.ones(1)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        end = time.perf_counter()
+        end = clock()
         seconds.append(end - begin)
         begin = end
     return seconds
@@ -155,16 +154,14 @@ def test_gradients_arrive_one_after_the_other_from_the_last_layer():
         assert when - begin >= 0.9 * (seconds / 3 + seconds * 2 / 3 * share / LAYERS)
 
 
-def test_a_step_takes_the_time_that_was_asked_for():
-    asked, slept = 0.03, []
-    for _ in range(15):
-        begin = time.perf_counter()
-        time.sleep(asked)
-        slept.append(time.perf_counter() - begin)
-    train(small_model(), 2)  # what is slow the first time
-    found = statistics.median(train(small_model(asked), 15))
-    assert found >= 0.8 * asked
-    assert found <= 2 * statistics.median(slept)
+def test_a_step_takes_the_time_that_was_asked_for(monkeypatch):
+    asked, steps, clock = 0.03, 15, Clock()
+    assert sum(train(small_model(asked), steps)) >= 0.99 * steps * asked  # never early; late is the machine's business
+    monkeypatch.setattr(timed_model, "Pace", lambda: Pace(lambda: clock.now, clock.sleep))
+    clock.late = 0.001  # in each of six sleeps: only the last one's is there at the end, and is made up for
+    first, *others = train(small_model(asked), steps, lambda: clock.now)
+    assert first == pytest.approx(asked + clock.late)
+    assert others == pytest.approx([asked] * (steps - 1))
 
 
 def test_a_step_that_is_late_does_not_sleep():

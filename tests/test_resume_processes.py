@@ -123,7 +123,7 @@ def test_there_was_something_in_flight(uninterrupted):
 
 def resumes_elsewhere(rank, folder):
     """Island 1 takes the checkpoint of another step."""
-    world = isles.TorchWorld(timeout=10)
+    world = isles.TorchWorld(timeout=60)
     saved = torch.load(folder / f"eager-{5 + rank}-{rank}.pt", weights_only=True)
     train("eager", world, saved=saved)
 

@@ -10,7 +10,8 @@ import pytest
 from isles.train import export
 from isles.view import events
 
-LIMIT_SECONDS = 150
+LIMIT_SECONDS = 240
+pytestmark = pytest.mark.timeout(900)  # several runs of four processes each, one after the other
 FLAGS = ["--method", "streaming", "--sync-every", "4", "--model", "nano", "--data", "synthetic", "--steps", "12"]
 FLAGS += ["--tokenizer", "bytes", "--sequence-length", "32", "--warmup-steps", "2", "--sample-tokens", "8"]
 FLAGS += ["--eval-every", "6", "--eval-tokens", "600", "--json"]

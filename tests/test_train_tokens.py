@@ -257,7 +257,7 @@ def process(source, cache, before=""):
 
 def test_processes_that_start_together_do_the_work_once(source, cache):
     started = [process(source, cache) for _ in range(3)]
-    found = [child.communicate(timeout=60)[0].split() for child in started]
+    found = [child.communicate(timeout=120)[0].split() for child in started]
     assert [child.returncode for child in started] == [0, 0, 0]
     assert len({digest for digest, _ in found}) == 1
     assert sum(int(times) for _, times in found) == 1
@@ -270,7 +270,7 @@ def test_without_locks_the_first_one_stands(source, cache, monkeypatch):
     original = tokens_module._tokenise
 
     def together(*arguments):
-        barrier.wait(20)
+        barrier.wait(120)
         return original(*arguments)
 
     monkeypatch.setattr(tokens_module, "_tokenise", together)
@@ -278,7 +278,7 @@ def test_without_locks_the_first_one_stands(source, cache, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert [tokenised for _, tokenised in sets] == [True, True]
     assert sets[0][0].digest == sets[1][0].digest
     assert len(list((cache / "tokens").iterdir())) == 1
@@ -289,7 +289,7 @@ def test_a_killed_process_leaves_no_lock_and_no_half_set(source, cache):
     child = process(source, cache, hang)
     assert child.stdout.readline() == "busy\n"
     os.kill(child.pid, signal.SIGKILL)
-    child.wait(10)
+    child.wait(60)
     child.stdout.close()
     left = list((cache / "tokens").glob("*partial*"))
     assert len(left) == 1

@@ -46,7 +46,7 @@ with EventLog(sys.argv[1]) as log:
 def test_several_processes_append_to_one_file(tmp_path: Path):
     path = tmp_path / "events.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(island)]) for island in range(3)]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0, 0]
     lines = path.read_text().splitlines()
     assert len(lines) == 900
     for island in range(3):

@@ -194,6 +194,7 @@ def run(arguments, **environment):
     )
 
 
+@pytest.mark.timeout(900)  # four processes compile or load, and each has a limit of its own
 def test_processes_share_a_cache(tmp_path):
     """All at once on an empty cache, then once more from it."""
     expected = bytes(codecs["e3m0"].encode(torch.arange(300.0)).tolist()).hex()

@@ -240,7 +240,7 @@ def threads_after_use(rank):
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("isles"):
-            thread.join(10)
+            thread.join(60)
     return during, [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
 
