@@ -110,17 +110,19 @@ def _start(config: TrainConfig, rank: int, rendezvous: Path) -> subprocess.Popen
 
 
 def _wait(islands: list[subprocess.Popen[bytes]], config: TrainConfig) -> list[int | None]:
-    """Until all have ended; returns their exit codes, None for one that does not end."""
-    interrupted = False
+    """Until all have ended; returns their exit codes, None for one that does not end. The first Ctrl-C asks them to."""
+    try:
+        return _codes(islands, config)
+    except KeyboardInterrupt:
+        _ask_to_stop(Path(config.run), config)
+        return _codes(islands, config)
+
+
+def _codes(islands: list[subprocess.Popen[bytes]], config: TrainConfig) -> list[int | None]:
+    """Of all islands, when they have ended, or when one has failed and the others have had their time to notice."""
     deadline = float("inf")
     while any(island.poll() is None for island in islands) and time.monotonic() < deadline:
-        try:
-            time.sleep(0.05)
-        except KeyboardInterrupt:
-            if interrupted:
-                raise
-            interrupted = True
-            _ask_to_stop(Path(config.run), config)
+        time.sleep(0.05)
         if deadline == float("inf") and any(island.poll() for island in islands):
             deadline = time.monotonic() + config.timeout_seconds + 30
     return [island.poll() for island in islands]
