@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from isles.core.method import Method
 
 
-@dataclass(frozen=True)
-class Due:
+class Due(NamedTuple):
     """One thing to do after an inner step: send, or apply, this round of this fragment."""
 
     fragment: int
@@ -52,9 +52,8 @@ class Schedule:
 
     def sends(self, step: int) -> tuple[Due, ...]:
         """The rounds to send after this step, in the order in which every island sends them."""
-        if step < 1:
-            return ()
-        return tuple(Due(p, self._round(p, step)) for p in self._turns.get(step % self.sync_every, ()))
+        turns = self._turns.get(step % self.sync_every) if step > 0 else None
+        return () if turns is None else tuple([Due(p, self._round(p, step)) for p in turns])
 
     @functools.cached_property
     def _turns(self) -> dict[int, list[int]]:
@@ -67,7 +66,8 @@ class Schedule:
     def applies(self, step: int) -> tuple[Due, ...]:
         """The rounds whose results are to be applied after this step (after this step's sends)."""
         late_by_rounds, overlap = divmod(self.lateness, self.sync_every)
-        return tuple(Due(due.fragment, due.round - late_by_rounds) for due in self.sends(step - overlap))
+        sent = self.sends(step - overlap)
+        return tuple([Due(p, number - late_by_rounds) for p, number in sent]) if late_by_rounds else sent
 
     def _round(self, fragment: int, step: int) -> int:
         offset = self.offsets[fragment]
