@@ -66,8 +66,9 @@ power of {exponent:.2f} (fit over all sizes, 8 fragments):
 
 {parameters}
 
-and, at equal size, not with the number of fragments, but for a fixed cost of Python, some tenths of a millisecond for
-each fragment in each round. It shows where fragments are many and very small; the longest stall shrinks all the same:
+and, at equal size, not with the number of fragments, but for a fixed cost of Python, a tenth or two of a millisecond
+for each fragment in each round, which shows where fragments are many and very small, and new memory for the mean, which
+shows where they are few and large. The longest stall shrinks with the fragments:
 
 {fragments}
 
