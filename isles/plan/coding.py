@@ -1,20 +1,21 @@
 """What it costs to turn an outer gradient into bytes and back: time that no bandwidth can buy.
 
-Five costs, each in parameters per second of one process (rank), in the order in which a fragment meets them:
+Six costs, each in parameters per second of one process (rank), in the order in which a fragment meets them:
 
     gradient   anchor - weights, checked                      the training loop; one pass with encode, which counts it,
                                                               where a codec has kernels (`isles.wire.fused`)
     encode     one payload                                    the training loop; without kernels beside it, but in it
                                                               with delayed and eager updates
+    seal       checksum of one payload                        the thread that talks, while the link stands still
     decode     checksum, decode and add one payload           beside the loop; eager updates do two more in it
     outer      the outer step                                 beside the loop; in it with delayed and eager updates
     mix        writing the weights                            the training loop
 
-With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, while the link is busy
-anyway, and the means of all. What is done beside the loop takes a core: where all of them train (`spare_cores=False`),
-it takes as much from the loop instead. How fast all this is differs a hundredfold between one core and a GPU, so no
-speed is assumed: coding is taken to keep up unless speeds are given, or `isles plan --measure-coding` measures the
-machine it runs on.
+With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, one half of it while
+the link is busy anyway, and the means of all. What is done beside the loop takes a core: where all of them train
+(`spare_cores=False`), it takes as much from the loop instead. How fast all this is differs a hundredfold between one
+core and a GPU, so no speed is assumed: coding is taken to keep up unless speeds are given, or `isles plan
+--measure-coding` measures the machine it runs on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Coding:
 
     gradient_per_second: float = math.inf
     encode_per_second: float = math.inf
+    seal_per_second: float = math.inf
     decode_per_second: float = math.inf
     outer_per_second: float = math.inf
     mix_per_second: float = math.inf
@@ -114,6 +116,9 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
                 gradient()
             chosen.encode_if_finite(mean)
 
+    def seal() -> None:
+        message.checksum(body)
+
     def decode() -> None:
         message.checksum(body)
         reduction.weighted_mean([body], [1.0], chosen, numel)
@@ -124,7 +129,7 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
     def blend() -> None:
         mix_vectors(weights, anchor, 0.5)
 
-    return [gradient, encode, decode, step, blend]
+    return [gradient, encode, seal, decode, step, blend]
 
 
 def _best(actions: list[Callable[[], None]], repeats: int) -> float:

@@ -44,6 +44,8 @@ class Round:
     """In the loop, when it is sent."""
     before_seconds: float = 0.0
     """Beside the loop, before it is on the link."""
+    talk_seconds: float = 0.0
+    """Beside the loop, in the middle of it: the link stands still, and the next round has to wait."""
     after_seconds: float = 0.0
     """Beside the loop, after it has been on the link."""
     apply_seconds: float = 0.0
@@ -79,13 +81,14 @@ def fragment_round(
     ring = islands - 1
     if form == "all-gather":
         hops, hidden = 2 * ring, 0.0
-        after = islands * shard / coding.decode_per_second
+        talk, after = shard / coding.seal_per_second, islands * shard / coding.decode_per_second
     else:
         piece = forms.piece_numel(shard, islands, chosen)
         hops = 3 * ring
         # One half of a piece is averaged while the other one is on the link; that one cannot be.
         hidden = (islands * piece / coding.decode_per_second + piece / coding.encode_per_second) / 2
-        after = hidden + islands * piece / coding.decode_per_second
+        sealed = (2 * islands + 1) * piece  # the pieces that go, those that come, the mean
+        talk, after = hidden + sealed / coding.seal_per_second, islands * piece / coding.decode_per_second
     gradient, encode = shard / coding.gradient_per_second, shard / coding.encode_per_second
     step, mix = shard / coding.outer_per_second, shard / coding.mix_per_second
     loop, before = (encode, 0.0) if chosen.kernels else (gradient, encode)
@@ -96,8 +99,8 @@ def fragment_round(
         if update == "eager":  # a copy of the mean, the own fresh contribution in, the stale one out
             apply += gradient + 2 * shard / coding.decode_per_second
     if not coding.spare_cores:
-        apply += before + hidden + after
-    return Round(num_bytes, hops, loop, before, after, apply)
+        apply += before + hidden + talk + after
+    return Round(num_bytes, hops, loop, before, talk, after, apply)
 
 
 def gradient_round(numel: int, islands: int) -> Round:

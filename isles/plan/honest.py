@@ -76,6 +76,7 @@ def predict(
             link_seconds=np.asarray(due.round.link_seconds(bandwidths, longest_latency_seconds(fleet)))[..., None],
             encode_seconds=due.round.encode_seconds,
             before_seconds=due.round.before_seconds,
+            decode_seconds=due.round.talk_seconds,
             after_seconds=due.round.after_seconds,
             apply_seconds=due.round.apply_seconds,
         )
