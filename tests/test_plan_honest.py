@@ -143,6 +143,18 @@ def test_ranks_share_the_coding_and_not_the_link():
     assert eight.after_seconds == pytest.approx(one.after_seconds / 8)
 
 
+@pytest.mark.parametrize("reduction", ["all-gather", "reduce-scatter"])
+def test_checksums_hold_up_the_link_and_the_next_round(reduction):
+    """On a link that is full, one that carries nothing while checksums are made is so much slower."""
+    method = isles.Method.streaming(sync_every=10, overlap=9)
+    sealing = FREE.at(seal_per_second=1e7)
+    fleet = alike(2, 1e-3, Link.symmetric(1e8))
+    free, held_up = (predict(WORK, fleet, method, reduction=reduction, coding=coding) for coding in (FREE, sealing))
+    payloads = 1 if reduction == "all-gather" else 5 / 2  # pieces that go, pieces that come, the mean of a half
+    wanted = payloads * WORK.parameters / 1e7 / method.sync_every
+    assert float(held_up.step_seconds - free.step_seconds) == pytest.approx(wanted, rel=0.01)
+
+
 def test_data_parallel_buckets_hold_all_gradients_in_backward_order():
     work = Workload(name="big", parameters=100_000_000, layers=20, step_seconds=1.0, outside_parameters=10_000_000)
     found = buckets(work, islands=2)
