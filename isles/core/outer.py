@@ -52,8 +52,8 @@ class OuterSGD:
 
     def room_for(self, anchor: Tensor) -> Position:
         """New memory for an anchor and its velocity."""
-        new = lambda: remember(empty(anchor.numel(), anchor.device))
-        return new(), new() if self.momentum else None
+        room = empty(anchor.numel(), anchor.device)
+        return room, empty(anchor.numel(), anchor.device) if self.momentum else None
 
     def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
