@@ -2,7 +2,7 @@
 
 Mismatches go through `world.start`, in threads and in processes: everybody gets a `MismatchError` that names both
 sides, and no process crashes, which is what gloo does when it is told different sizes. Damage is done to the transport
-itself: every collective of a round in turn delivers one changed bit, and nobody may end up with a mean that is wrong.
+itself: every letter of a round in turn delivers one changed bit, and nobody may end up with a mean that is wrong.
 
 No world has a time-out that could run out: an island that waits for another is told by the other's leaving, and one
 that waits for ever is ended by `processes.run`.
@@ -141,6 +141,24 @@ def resume_alone(rank):
     return outcome_of(run)
 
 
+def disagree_later(rank, form):
+    """Three rounds under way together; in the third one the islands disagree."""
+    world = isles.TorchWorld(reduction=form)
+    rounds = [world.start(payload(rank, round=number)) for number in (1, 2, 3 + rank, 4 + rank)]
+    means = [handle.wait().values for handle in rounds[:2]]
+    return means, [outcome_of(handle.wait) for handle in rounds[2:]], outcome_of(lambda: world.gather(b"notes"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_came_before_a_disagreement_is_brought_to_its_end(form, tmp_path):
+    right = isles.run_local(lambda world: world.start(payload(world.rank)).wait(), 2, reduction=form)[0].values
+    for means, later, gathered in processes.values(disagree_later, 2, tmp_path, form):
+        assert all(torch.equal(mean, right) for mean in means)
+        for error, message in (*later, gathered):
+            assert error == "MismatchError", f"{error}: {message}"
+            assert "round 3" in message, message
+
+
 @pytest.mark.parametrize("function", [different_forms, different_calls, resume_alone], ids=lambda f: f.__name__)
 def test_islands_at_different_points_of_the_program(function, tmp_path):
     for outcome in processes.run(function, 2, tmp_path):
@@ -153,101 +171,88 @@ def test_islands_at_different_points_of_the_program(function, tmp_path):
 
 
 class Damage:
-    """A transport that flips one bit of what this process sends, or receives, in the n-th collective from now on."""
+    """A transport that flips one bit of what this process sends, or receives, in one letter of every world.
 
-    def __init__(self, number, byte, receiving=False):
-        self.number, self.byte, self.receiving = number, byte, receiving
-        self.seen = []
-        self.originals = dist.all_gather, dist.isend, dist.irecv
-        dist.all_gather, dist.isend, dist.irecv = self.all_gather, self.isend, self.irecv
+    `flips`: for each world, in the order in which they were made, the number of the letter and that of the byte.
+    """
+
+    def __init__(self, flips, receiving=False):
+        self.flips, self.receiving = iter(flips), receiving
+        self.flip_of, self.seen = {}, {}
+        self.isend, self.irecv = dist.isend, dist.irecv
+        dist.isend, dist.irecv = self.damaged_isend, self.damaged_irecv
 
     def undo(self):
-        dist.all_gather, dist.isend, dist.irecv = self.originals
+        dist.isend, dist.irecv = self.isend, self.irecv
 
-    def hit(self, sent):
-        self.seen.append(sent.numel())
-        return len(self.seen) - 1 == self.number
+    def byte_of(self, letter, group):
+        """Which byte of this letter to flip, or None; counts the letters of each group."""
+        if group not in self.flip_of:
+            self.flip_of[group], self.seen[group] = next(self.flips), []
+        self.seen[group].append(letter.numel())
+        number, byte = self.flip_of[group]
+        return byte % letter.numel() if len(self.seen[group]) - 1 == number else None
 
-    def flip(self, tensor):
-        tensor.view(-1)[self.byte % tensor.numel()] ^= 16
+    def damaged_isend(self, letter, *, group, **more):
+        letter = letter.clone()
+        if not self.receiving and (byte := self.byte_of(letter, group)) is not None:
+            letter[byte] ^= 16
+        return self.isend(letter, group=group, **more)
 
-    def all_gather(self, received, own, async_op=False, **more):
-        hit, own = self.hit(own), own.clone()
-        if hit and not self.receiving:
-            self.flip(own)
-        work = self.originals[0](received, own, async_op=True, **more)
-        if hit and self.receiving:
-            work.wait()
-            self.flip(received[0])
-        if async_op:
-            return work
-        work.wait()
-
-    def isend(self, own, **more):
-        own = own.clone()
-        if not self.receiving and self.hit(own):
-            self.flip(own)
-        self.kept = own  # until it is sent
-        return self.originals[1](own, **more)
-
-    def irecv(self, received, **more):
-        work = self.originals[2](received, **more)
-        return self.Flipped(work, self, received) if self.receiving and self.hit(received) else work
+    def damaged_irecv(self, letter, *, group, **more):
+        work = self.irecv(letter, group=group, **more)
+        if self.receiving and (byte := self.byte_of(letter, group)) is not None:
+            return self.Flipped(work, letter, byte)
+        return work
 
     class Flipped:
-        """Receiving ends with a flip; the send that goes with it has not begun, so nobody may wait here."""
+        """Receiving ends with a flip."""
 
-        def __init__(self, work, damage, received):
-            self.work, self.damage, self.received = work, damage, received
+        def __init__(self, work, letter, byte):
+            self.work, self.letter, self.byte = work, letter, byte
 
         def wait(self):
             self.work.wait()
-            self.damage.flip(self.received)
+            self.letter[self.byte] ^= 16
 
 
 def damaged_rounds(rank, form, flips, receiving):
-    """For each (collective, byte): what island 1, whose transport it is, and the others make of the round."""
+    """For each (letter, byte), in a world of its own: what island 1, whose transport it is, and the other make of it.
+
+    All rounds are started before one is waited for: an island may wait for another that has given up, until that one
+    leaves.
+    """
+    if rank == 1:
+        Damage(flips, receiving)
+    handles = [isles.TorchWorld(reduction=form).start(payload(rank)) for _ in flips]
     results = []
-    for number, byte in flips:
-        world = isles.TorchWorld(reduction=form)
-        damage = Damage(number, byte, receiving) if rank == 1 else None
+    for handle in handles:
         means = []
-        error, message = outcome_of(lambda w=world, m=means: m.append(w.start(payload(rank)).wait()))
+        error, message = outcome_of(lambda handle=handle, means=means: means.append(handle.wait()))
         results.append((error, message, [(mean.values, mean.weights) for mean in means]))
-        if damage is not None:
-            damage.undo()
     return results
 
 
-def sizes_of_a_round(rank, form):
-    world = isles.TorchWorld(reduction=form)
-    damage = Damage(-1, 0)
-    world.start(payload(rank)).wait()
-    damage.undo()
-    return damage.seen
+def sizes_of_a_round(rank, form, receiving):
+    damage = Damage([(-1, 0)], receiving)
+    isles.TorchWorld(reduction=form).start(payload(rank)).wait()
+    (seen,) = damage.seen.values()
+    return seen
 
 
 @pytest.mark.parametrize("receiving", [False, True], ids=["sender", "receiver"])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_bit_changed_on_the_way(form, receiving, tmp_path):
-    sizes = processes.values(sizes_of_a_round, 2, tmp_path, form)[0]
+    sizes = processes.values(sizes_of_a_round, 2, tmp_path, form, receiving)[0]
     assert len(sizes) >= 2
-    groups = []
+    flips = []
     for number, size in enumerate(sizes):
-        if size < 200 and not receiving:  # a header, every part of it: all islands see it, so nobody has to wait
-            groups.append([(number, byte) for byte in range(0, size, 3)])
-        else:  # in processes of their own: one island may wait for another that has given up, until that one leaves
-            groups += [[(number, 0)], [(number, size // 2 - 1)]]
-    results = [[], []]
-    for group in groups:
-        for result, more in zip(
-            results, processes.values(damaged_rounds, 2, tmp_path, form, group, receiving), strict=True
-        ):
-            result += more
-    flips = [flip for group in groups for flip in group]
+        short = size < 200  # a header: every part of it
+        flips += [(number, byte) for byte in (range(0, size, 3) if short else (0, size // 2 - 1, size - 1))]
+    results = processes.values(damaged_rounds, 2, tmp_path, form, flips, receiving)
     right = isles.run_local(lambda world: world.start(payload(world.rank)).wait(), 2, reduction=form)[0]
     for case, (number, byte) in enumerate(flips):
-        where = f"collective {number} of {len(sizes)}, byte {byte} of {sizes[number]}"
+        where = f"letter {number} of {len(sizes)}, byte {byte} of {sizes[number]}"
         errors = [result[case][0] for result in results]
         assert set(errors) <= {"MismatchError", "LostPeerError", "nothing"}, f"{where}: {errors}"
         if errors != ["nothing"] * 2:  # a byte that has no meaning may change
@@ -267,22 +272,22 @@ def garbage_header(rank, seed):
     """Island 1 sends noise instead of its header."""
     world = isles.TorchWorld()
     if rank == 1:
-        original = dist.all_gather
+        original = dist.isend
 
-        def noise(received, own, **more):
+        def noise(own, **more):
             generator = torch.Generator().manual_seed(seed)
-            garbage = torch.randint(0, 256, own.shape, generator=generator, dtype=torch.uint8)
-            return original(received, garbage, **more)
+            return original(torch.randint(0, 256, own.shape, generator=generator, dtype=torch.uint8), **more)
 
-        dist.all_gather = noise
+        dist.isend = noise
     return outcome_of(lambda: world.start(payload(rank)).wait())
 
 
 def test_a_header_of_noise(tmp_path):
     for seed in range(3):
-        for error, message in processes.values(garbage_header, 2, tmp_path, seed):
-            assert error == "MismatchError", f"{error}: {message}"
-            assert "island 1" in message
+        (error, message), (other_error, other_message) = processes.values(garbage_header, 2, tmp_path, seed)
+        assert error == "MismatchError", f"{error}: {message}"
+        assert "island 1" in message
+        assert other_error == "LostPeerError", f"what island 1 meant to send was right: {other_error}: {other_message}"
 
 
 # ---- nothing from a peer is executed

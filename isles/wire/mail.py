@@ -1,0 +1,103 @@
+"""Letters between islands over gloo, on links that may be full.
+
+gloo lets a letter go when its receiver has said that it is ready for it, and the receiver says so on the connection
+that its own letters take. Where those fill the link, whoever gets ready late is heard a queue later, and the link of
+the sender stands still meanwhile. So here
+
+- receivers are ready early: `expect` is called as soon as a size is known, long before anything can have come. What
+  comes first of all has one size, and everybody is always ready for the next one;
+- letters go out one after the other, those of the earliest round first, and nobody waits for an answer in between:
+  while one round waits for the others, the next one has the link;
+- long letters go in slices: the time-out is about silence, not about how long a large letter takes on a slow link.
+
+`docs/log.md` has what this is worth.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from isles.wire.worker import Fate, Worker
+from isles.wire.world import LostPeerError
+
+SLICE_BYTES = 1 << 20
+"""At most this much goes at once."""
+
+
+class Kind(enum.IntEnum):
+    """What a letter is. Those of one kind arrive in the order in which they were sent; others may overtake them."""
+
+    HEADER = 1
+    BODY = 2
+    MEAN = 3
+    NOTE = 4
+
+
+class Mail:
+    """The letters of one island to and from all others of a group: one for each of them, in the order of ranks. What is
+    in the island's own place is not touched.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, fate: Fate) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group, self._timeout_seconds = group, timeout_seconds
+        self._sender = Worker(f"isles-send-{self.rank}", fate)
+        self.stop = self._sender.stop
+
+    def expect(self, kind: Kind, into: Sequence[Tensor]) -> list[Any]:
+        """Gets ready for a letter of everybody; what it returns is to be waited for."""
+        return [
+            self._begin(dist.irecv, part, group_src=origin, tag=kind)
+            for origin in self._others(-1)
+            for part in _slices(into[origin])
+        ]
+
+    def send(self, kind: Kind, letters: Sequence[Tensor], turn: int) -> list[Future[None]]:
+        """Has a letter sent to everybody when its turn has come."""
+        return [self._sender.do(self._send, kind, part, to, turn=turn) for to, part in self._going(letters)]
+
+    def send_at_once(self, kind: Kind, letters: Sequence[Tensor]) -> None:
+        """Sends short letters, before those that wait for their turn."""
+        self.wait([self._begin(dist.isend, part, group_dst=to, tag=kind) for to, part in self._going(letters)])
+
+    def wait(self, works: Iterable[Any]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise lost(self.rank, error, self._timeout_seconds) from error
+
+    def _send(self, kind: Kind, part: Tensor, to: int) -> None:
+        self.wait([self._begin(dist.isend, part, group_dst=to, tag=kind)])
+
+    def _going(self, letters: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        return [(to, part) for to in self._others(1) for part in _slices(letters[to])]
+
+    def _others(self, direction: int) -> list[int]:
+        """All others, the next one in a direction first: if everybody sends in this order, no two meet at one receiver,
+        and letters come in the order of the other direction.
+        """
+        return [(self.rank + direction * distance) % self.size for distance in range(1, self.size)]
+
+    def _begin(self, what: Callable[..., Any], part: Tensor, **more: Any) -> Any:
+        try:
+            return what(part, group=self._group, **more)
+        except RuntimeError as error:
+            raise lost(self.rank, error, self._timeout_seconds) from error
+
+
+def lost(rank: int, error: RuntimeError, timeout_seconds: float) -> LostPeerError:
+    """What an error of gloo's means."""
+    silent = "ime" in str(error) and "out" in str(error)
+    why = f"no answer for {timeout_seconds:g} s" if silent else "a connection broke"
+    return LostPeerError(f"island {rank} lost another island ({why}); restart all islands from their last checkpoint")
+
+
+def _slices(letter: Tensor) -> Iterable[Tensor]:
+    return letter.split(SLICE_BYTES) if letter.numel() else ()
