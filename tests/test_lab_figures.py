@@ -1,5 +1,6 @@
 """What the laboratory makes of events, counters and flags: no network needed."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -64,6 +65,17 @@ def test_the_steady_state_begins_after_the_first_step_and_when_something_can_be_
     found = figures.of_run(log, SAMPLES, reference=[1.0])
     assert found["compute_utilization"] == pytest.approx(5 / 25)
     assert found["steady_utilization"] == pytest.approx((5 - skipped) / (25 - skipped**2))
+
+
+def test_of_a_long_run_the_last_periods_count_as_steady():
+    """Two hundred steps of one second, then eight periods of ten steps that take two: a backlog has built up."""
+    seconds = [1] * 200 + [2] * 80
+    ends = list(itertools.accumulate(seconds, initial=10))[1:]
+    steps = [step(0, n, float(end), seconds=took) for n, (end, took) in enumerate(zip(ends, seconds, strict=True), 1)]
+    log = [{**LOG[0], "islands": 1, "method": Method.eager(sync_every=10).as_dict()}, *steps]
+    found = figures.of_run(log, SAMPLES, reference=[1.0])
+    assert found["compute_utilization"] == pytest.approx(280 / 360)
+    assert found["steady_utilization"] == pytest.approx(1 / 2)
 
 
 def test_counters_are_taken_from_before_the_first_step_to_after_the_end():

@@ -53,6 +53,16 @@ def test_a_cell_is_possible_and_reaches_its_steady_state(cell):
         assert periods >= 2
 
 
+def test_a_backlog_on_a_full_link_has_time_to_show():
+    """Whoever may be a whole period late waits for nobody until a backlog of a period has grown."""
+    steps = {(cell.variant.preset, cell.bandwidth): cell.steps() for cell in cells([KINDS["timed"]], repeats=1)}
+    for preset in ("eager", "distant"):
+        assert steps[preset, 50e6] >= 3 * steps[preset, 200e6], (
+            "30.8M parameters in 128 steps: 98 % of it"
+        )
+    assert steps["streaming", 50e6] == steps["streaming", 200e6], "which may be a few steps late"
+
+
 def test_cells_are_told_apart():
     assert len({cell.key for cell in ALL}) == len(ALL) == 2 * len(cells(repeats=1))
     assert 0 < len(cells(quick=True)) < 10

@@ -20,6 +20,8 @@ from isles.plan.simulate import Part, actions, run, steady_state
 SWEEP = settings(max_examples=60, deadline=None, derandomize=True)
 FEW = settings(SWEEP, max_examples=20)
 
+ROOMS = st.sampled_from([1, 2, 4])
+
 seconds = st.integers(0, 40).map(lambda tenths: tenths / 10)
 
 
@@ -45,6 +47,7 @@ def situations(draw, updates=("fresh", "eager"), layers=False):
                     needed=draw(st.integers(0, 3)) / 10 if layers else 0.0,
                     encode_seconds=draw(seconds) / 10,
                     before_seconds=draw(seconds) / 10 if layers else 0.0,
+                    delay_seconds=draw(seconds) / 10,
                     decode_seconds=draw(seconds) / 10,
                     after_seconds=draw(seconds) / 10 if layers else 0.0,
                     apply_seconds=draw(seconds) / 10,
@@ -88,14 +91,14 @@ def test_the_papers_whole_model_equals_the_formula(layers, every):
 
 
 @FEW
-@given(situations(layers=True))
-def test_the_steady_state_is_what_a_long_run_comes_to(situation):
+@given(situations(layers=True), ROOMS)
+def test_the_steady_state_is_what_a_long_run_comes_to(situation, room):
     schedule, parts, step = situation
-    steady = steady_state(schedule, parts, [step])
+    steady = steady_state(schedule, parts, [step], room)
     many, more = 60, 20
     growth = (
-        run(schedule, parts, [step], (many + more) * schedule.sync_every)
-        - run(schedule, parts, [step], many * schedule.sync_every)
+        run(schedule, parts, [step], (many + more) * schedule.sync_every, room)
+        - run(schedule, parts, [step], many * schedule.sync_every, room)
     )[..., 0] / more
     # A backlog may take longer than that to build up, hence never more than the steady state, and nearly it.
     assert np.all(growth <= steady.period_seconds * (1 + 1e-9))
@@ -103,10 +106,10 @@ def test_the_steady_state_is_what_a_long_run_comes_to(situation):
 
 
 @SWEEP
-@given(situations(layers=True))
-def test_the_answer_is_exact_within_bounds_and_monotone(situation):
+@given(situations(layers=True), ROOMS)
+def test_the_answer_is_exact_within_bounds_and_monotone(situation, room):
     schedule, parts, step = situation
-    steady = steady_state(schedule, parts, [step])
+    steady = steady_state(schedule, parts, [step], room)
     assert np.all(steady.error_seconds <= 1e-9 * steady.period_seconds)
     assert np.all(steady.period_seconds >= closed_form.least_period(schedule, parts, step)[..., 0] * (1 - 1e-12))
     assert np.all(np.diff(steady.period_seconds) <= 1e-9), "a faster link is never slower"
@@ -141,6 +144,25 @@ def test_an_island_that_decodes_slowly_holds_up_the_others():
     schedule = Schedule(sync_every=10, offsets=(0,), lateness=10)
     slow = [Part(fragment=0, link_seconds=1.0, decode_seconds=np.array([1.0, 19.0]))]
     assert steady_state(schedule, slow, [1.0, 1.0]).period_seconds == pytest.approx(20)
+
+
+@SWEEP
+@given(situations(layers=True))
+def test_more_room_never_costs_time(situation):
+    schedule, parts, step = situation
+    periods = [steady_state(schedule, parts, [step], room).period_seconds for room in (1, 2, 3, 8)]
+    assert all(np.all(after <= before * (1 + 1e-9)) for before, after in itertools.pairwise(periods))
+
+
+def test_with_room_for_two_the_link_does_not_stand_still():
+    """Ten fragments, one after every step, a round late: what is held up makes room for the next one."""
+    schedule = Schedule(sync_every=10, offsets=tuple(range(10)), lateness=10)
+    for held_up in ({"delay_seconds": 0.9}, {"decode_seconds": 0.9}):
+        parts = [Part(fragment=fragment, link_seconds=1.0, **held_up) for fragment in range(10)]
+        periods = [float(steady_state(schedule, parts, [0.5], room).period_seconds) for room in (1, 2, 4)]
+        assert periods == pytest.approx([19, 10, 10])
+    far = [Part(fragment=fragment, link_seconds=1.0, delay_seconds=3.0) for fragment in range(10)]
+    assert float(steady_state(schedule, far, [0.5], 2).period_seconds) == pytest.approx(20), "two in four seconds"
 
 
 def test_more_overlap_never_costs_time():

@@ -4,7 +4,8 @@
     timed     four islands of 30.8M parameters whose compute is a timed sleep: more islands than cores
 
 A cell is at least two periods long, after the steps in which nothing can be due yet (a whole period with eager
-updates), and about half a minute if its method allows.
+updates), and about half a minute if its method allows. Where results are due late and the link is all but full, it is
+longer: a backlog could grow for many periods before anybody waits for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 CELL_SECONDS = 30.0
 """About how long the training loop of a cell takes, if its method allows."""
+FULL_LINK, LONG_PERIODS = 0.9, 24
+"""From this load on a backlog is given so many periods to show itself: enough if each adds a twentieth of a period."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +137,14 @@ class Cell:
         """Whole periods, after the steps that warm up: two at least, more if there is time."""
         kind, method = self.kind, self.variant.method()
         fleet = alike(kind.islands, kind.workload.step_seconds, Link.symmetric(self.bandwidth))
-        seconds = float(predict(kind.workload, fleet, method, reduction=kind.reduction).step_seconds)
+        predicted = predict(kind.workload, fleet, method, reduction=kind.reduction)
+        seconds = float(predicted.step_seconds)
         if method is None:
             return max(2, min(100, int(CELL_SECONDS / seconds)))
         periods = max(2, min(8, int(CELL_SECONDS / seconds / method.sync_every)))
+        load = 8 * predicted.bytes_per_step / seconds / self.bandwidth
+        if load > FULL_LINK and 2 * method.lateness > method.sync_every:
+            periods = LONG_PERIODS
         return periods * method.sync_every + warm_up_steps(method.as_dict())
 
 

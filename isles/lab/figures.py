@@ -1,6 +1,7 @@
 """Figures of a run from its event log and from the kernel's counters. Pure: events and samples in, numbers out.
 
 utilisation   steps x time of a step without communication / time from the first step to the last
+steady        the same over the last periods, eight at most, without the steps in which nothing can be due yet
 kernel bytes  what left the islands' interfaces from the first step until the run was over, whole frames
 """
 
@@ -15,6 +16,9 @@ from typing import Any
 from isles.core.method import Method
 from isles.lab.network import Counters
 from isles.view.events import Event
+
+STEADY_PERIODS = 8
+"""The most that count as steady: what was before them may be a backlog that is still growing."""
 
 Sample = tuple[float, list[Counters]]
 """Seconds since the epoch, and what each island's counters said then."""
@@ -61,12 +65,23 @@ def loops(log: Sequence[Event], islands: int, skip: int = 0) -> list[Loop]:
 
 
 def warm_up_steps(method: Mapping[str, Any] | None) -> int:
-    """Of a run, from the fields of its method; None: data-parallel.
+    """The steps of a run in which nothing can be due, from the fields of its method; None: data-parallel.
 
     >>> warm_up_steps(None), warm_up_steps(Method.eager(sync_every=30).as_dict())
     (1, 30)
     """
     return max(1, Method(**method).lateness) if method else 1
+
+
+def steps_before_steady(method: Mapping[str, Any] | None, steps: int) -> int:
+    """How many of so many steps come before those that count as steady.
+
+    >>> eager = Method.eager(sync_every=30).as_dict()
+    >>> steps_before_steady(eager, 100), steps_before_steady(eager, 1000)
+    (30, 760)
+    """
+    last = STEADY_PERIODS * Method(**method).sync_every if method else steps
+    return max(warm_up_steps(method), steps - last)
 
 
 def utilisation(found: Sequence[Loop], reference_step_seconds: Sequence[float]) -> float:
@@ -92,7 +107,7 @@ def of_run(log: Sequence[Event], samples: Sequence[Sample], reference: Sequence[
     config = next(event for event in log if event["event"] == "config")
     end = next((event for event in reversed(log) if event["event"] == "end"), {})
     found = loops(log, int(config["islands"]))
-    steady = loops(log, int(config["islands"]), skip=warm_up_steps(config.get("method")))
+    steady = loops(log, int(config["islands"]), skip=steps_before_steady(config.get("method"), found[0].steps))
     during = between(samples, config["time"], end.get("time", max(loop.end for loop in found)))
     sent = end.get("bytes_sent", sum(loop.bytes_sent for loop in found))
     kernel = sum(each.sent_bytes for each in during)

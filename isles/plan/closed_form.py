@@ -1,7 +1,7 @@
 """The length of a period by formula, where there is one. The tests compare every formula with the simulator.
 
 Whole fragments at step ends (isles as it is), all islands alike, T the time of a step, and for fragment p: e_p to
-encode, a_p to apply, s_p for link and decoding:
+encode, a_p to apply, s_p for link, delay and decoding, one part on its way at a time:
 
     lateness 0 (DiLoCo, streaming)      H T + sum (e_p + s_p + a_p)               everybody waits for everything
     lateness tau, one in flight         H T + sum (e_p + a_p + max(0, s_p - tau T))
@@ -47,7 +47,7 @@ def whole_fragments(schedule: Schedule, parts: Sequence[Part], step_seconds: flo
     if any(part.ready or part.needed for part in parts):
         return None
     loop = schedule.sync_every * step_seconds + sum(_loop_seconds(part) for part in parts)
-    link = [_link_seconds(part) for part in parts]
+    link = [_way_seconds(part) for part in parts]
     if schedule.lateness >= schedule.sync_every:
         return np.asarray(np.maximum(loop, sum(link)))
     if _shortest_gap(schedule) > schedule.lateness:
@@ -60,15 +60,15 @@ def least_period(schedule: Schedule, parts: Sequence[Part], step_seconds: float)
     this is the average rate: bits of a period over the time of a period.
     """
     loop = schedule.sync_every * step_seconds + sum(_loop_seconds(part) for part in parts)
-    return np.asarray(np.maximum(loop, sum(_link_seconds(part) for part in parts)))
+    return np.asarray(np.maximum(loop, sum(np.asarray(part.link_seconds) for part in parts)))
 
 
 def _loop_seconds(part: Part) -> Array:
     return np.asarray(part.encode_seconds) + np.asarray(part.apply_seconds)
 
 
-def _link_seconds(part: Part) -> Array:
-    return np.asarray(part.link_seconds) + np.asarray(part.decode_seconds)
+def _way_seconds(part: Part) -> Array:
+    return np.asarray(part.link_seconds) + np.asarray(part.delay_seconds) + np.asarray(part.decode_seconds)
 
 
 def _shortest_gap(schedule: Schedule) -> int:

@@ -81,7 +81,8 @@ ASSUMPTIONS = """## Assumptions
   equal layers. Only data-parallel training and the papers' mode depend on it.
 - The link is a fixed bandwidth each way, full duplex, and the pace of an exchange is the slowest direction of the
   slowest island's link. TCP is taken to fill it: no slow start, no loss, windows as large as bandwidth times delay.
-  Gloo passes headers and all-gathered bodies around a ring: M - 1 hops of one latency each.
+  A round takes two latencies (header, body), three with reduce-scatter (header, pieces, means); others have the link
+  meanwhile.
 - Steps take the same time each time. Islands may differ from each other; jitter is not modelled.
 - Encoding, decoding and the outer step are done beside the training loop with fresh updates, in it with delayed and
   eager ones. How fast that is depends on the hardware, so it is left out unless `--encode-rate`, `--decode-rate`

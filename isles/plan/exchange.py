@@ -1,16 +1,17 @@
 """What one round costs on a real link: bytes, hops, seconds.
 
 An exchange of `TorchWorld` is headers first, so that nobody sends a body that the others do not expect, then
-bodies, one round after the other. Threads beside the one that talks encode what is to be sent and read what has come.
+bodies. Threads beside the loop encode what is to be sent, average, and read what has come. While a round is held up by
+any of this, or by latency, the next ones have the link.
 
-    all-gather       header and body go around a ring of M islands: M - 1 payloads out of every island, and into it
-    reduce-scatter   every island gets its piece of each payload, averages it, and the means go around: 2 (M - 1) /
-    M payloads data-parallel    a ring all-reduce of gradients in fp32: 2 (M - 1) / M times the gradients
+    all-gather       header and body go to everybody: M - 1 payloads out of every island, and into it
+    reduce-scatter   every island gets its piece of each payload, averages it, sends the mean: 2 (M - 1) / M payloads
+    data-parallel    a ring all-reduce of gradients in fp32: 2 (M - 1) / M times the gradients
 
 Bytes are those of `isles.wire.reduction.traffic`, asked with payloads that take no memory. TCP over Ethernet turns
 1,448 bytes of them into 1,514 on the wire, and since as much comes in as goes out, 66 more go out for every second
-frame that came in, to acknowledge it. Seconds are bytes over the slowest direction of the slowest link, plus one
-latency for every hop that has to wait for the one before.
+frame that came in, to acknowledge it. Seconds are bytes over the slowest direction of the slowest link; a round is
+held up by one latency for every hop that has to wait for the one before.
 """
 
 from __future__ import annotations
@@ -45,19 +46,23 @@ class Round:
     before_seconds: float = 0.0
     """Beside the loop, before it is on the link."""
     talk_seconds: float = 0.0
-    """Beside the loop, in the middle of it: the link stands still, and the next round has to wait."""
+    """Beside the loop, in the middle of it: the round is held up, the link is not."""
     after_seconds: float = 0.0
     """Beside the loop, after it has been on the link."""
     apply_seconds: float = 0.0
     """In the loop, when it is applied."""
 
-    def link_seconds(self, bits_per_second: Seconds, latency_seconds: float) -> Seconds:
+    def link_seconds(self, bits_per_second: Seconds) -> Seconds:
         """How long the link is busy with it.
 
-        >>> Round(num_bytes=1448 * 125, hops=2).link_seconds(1547e3, 0.25)
-        1.5
+        >>> Round(num_bytes=1448 * 125, hops=2).link_seconds(1547e3)
+        1.0
         """
-        return 8 * FRAMING * self.num_bytes / bits_per_second + self.hops * latency_seconds
+        return 8 * FRAMING * self.num_bytes / bits_per_second
+
+    def delay_seconds(self, latency_seconds: float) -> float:
+        """How long it waits for what has no bytes to speak of."""
+        return self.hops * latency_seconds
 
 
 def fragment_round(
@@ -78,13 +83,12 @@ def fragment_round(
     form = forms.choose(reduction, islands, chosen)
     shard = -(-numel // ranks)
     num_bytes = ranks * forms.traffic(form, islands, _weightless(shard, codec))
-    ring = islands - 1
     if form == "all-gather":
-        hops, hidden = 2 * ring, 0.0
+        hops, hidden = 2, 0.0
         talk, after = shard / coding.seal_per_second, islands * shard / coding.decode_per_second
     else:
         piece = forms.piece_numel(shard, islands, chosen)
-        hops = 3 * ring
+        hops = 3
         # One half of a piece is averaged while the other one is on the link; that one cannot be.
         hidden = (islands * piece / coding.decode_per_second + piece / coding.encode_per_second) / 2
         sealed = (2 * islands + 1) * piece  # the pieces that go, those that come, the mean
@@ -100,7 +104,7 @@ def fragment_round(
             apply += gradient + 2 * shard / coding.decode_per_second
     if not coding.spare_cores:
         apply += before + hidden + talk + after
-    return Round(num_bytes, hops, loop, before, talk, after, apply)
+    return Round(num_bytes, hops if islands > 1 else 0, loop, before, talk, after, apply)
 
 
 def gradient_round(numel: int, islands: int) -> Round:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from isles.wire.reduction import Reduction
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+GLOO_THREADS = 2
+"""All-reduces that torch has under way at a time."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def predict(
         Part(
             fragment=due.fragment,
             ready=due.ready,
-            link_seconds=np.asarray(due.round.link_seconds(bandwidths, longest_latency_seconds(fleet)))[..., None],
+            link_seconds=np.asarray(due.round.link_seconds(bandwidths))[..., None],
+            delay_seconds=due.round.delay_seconds(longest_latency_seconds(fleet)),
             encode_seconds=due.round.encode_seconds,
             before_seconds=due.round.before_seconds,
             decode_seconds=due.round.talk_seconds,
@@ -82,7 +85,7 @@ def predict(
         )
         for due in rounds
     ]
-    steady = _steady(schedule, parts, fleet)
+    steady = _steady(schedule, parts, fleet, _room(method))
     sent = [
         sum(due.round.num_bytes for due in rounds if due.fragment in _sent(schedule, step))
         for step in _period(schedule)
@@ -145,11 +148,18 @@ def buckets(workload: Workload, islands: int) -> list[DueRound]:
     return found
 
 
-def _steady(schedule: Schedule, parts: list[Part], fleet: Sequence[Island]) -> SteadyState:
+def _room(method: Method | None) -> int:
+    """How many exchanges may be under way at a time."""
+    from isles.wire.torch_world import MOST_ON_THE_LINK
+
+    return GLOO_THREADS if method is None else MOST_ON_THE_LINK
+
+
+def _steady(schedule: Schedule, parts: list[Part], fleet: Sequence[Island], room: int) -> SteadyState:
     step_seconds = [island.step_seconds for island in fleet]
     if len(set(step_seconds)) == 1:
         step_seconds = step_seconds[:1]  # islands that are alike do the same at the same time
-    return steady_state(schedule, parts, step_seconds)
+    return steady_state(schedule, parts, step_seconds, room)
 
 
 def _period(schedule: Schedule) -> range:

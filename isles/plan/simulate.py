@@ -8,10 +8,15 @@ the engine. A `Part` is what is reduced in one go: a fragment (isles), a layer (
 
     queue   t_m += encode                            done by the training loop itself
             ready_m = max(t_m, ready_m) + before     beside the loop, one part after the other
-            start = max over islands of max(ready_m, free_m)     everybody must be there, and done with the part before
-            free_m = start + link + decode_m         first in, first out; what the one who talks to the link does
-            there_m = max(free_m, there_m) + after   beside the loop and the link
+            start = max over islands of max(ready_m, free, done_m of the one so many before)
+                                                     everybody must be there, and there must be room
+            free = start + link                      first in, first out
+            done_m = max(free + delay, done_m) + decode_m        what holds up the exchange, but not the link
+            there_m = max(done_m, there_m) + after   beside the loop and the exchange
     wait    t_m = max(t_m, there_m of that round) + apply
+
+`room` is how many parts may be on their way at a time, from start to done. While one of them is held up, the link
+carries the next one; with room for one it stands still instead.
 
 Only maxima and sums: a max-plus linear system, with one more round in each period of H steps. Such a system settles
 into a rhythm, and the length of a period in that rhythm has bounds that are true at *any* state: over one period no
@@ -58,6 +63,7 @@ class Part:
     """Where it is waited for, in steps from the end of the step after which its fragment is applied: 0 or more."""
     encode_seconds: Seconds = 0.0
     before_seconds: Seconds = 0.0
+    delay_seconds: Seconds = 0.0
     decode_seconds: Seconds = 0.0
     after_seconds: Seconds = 0.0
     apply_seconds: Seconds = 0.0
@@ -112,7 +118,9 @@ def actions(schedule: Schedule, parts: Sequence[Part], steps: int) -> list[Actio
     return sorted(rounded, key=lambda action: action[:2])  # stable: parts stay in their order
 
 
-def steady_state(schedule: Schedule, parts: Sequence[Part], step_seconds: Sequence[float]) -> SteadyState:
+def steady_state(
+    schedule: Schedule, parts: Sequence[Part], step_seconds: Sequence[float], room: int = 1
+) -> SteadyState:
     """The length of a period when the run has gone on for long. `step_seconds`: one per island.
 
     >>> late = Part(fragment=0, link_seconds=np.array([[0.5], [7.0]]))
@@ -128,7 +136,7 @@ def steady_state(schedule: Schedule, parts: Sequence[Part], step_seconds: Sequen
     for action in everything:
         if action.position <= before * length:
             in_flight[action.part] += -1 if action.is_wait else 1
-    islands = _Islands(parts, step_seconds, in_flight)
+    islands = _Islands(parts, step_seconds, in_flight, room)
     compute = length * islands.step_seconds
     at_least = islands.least_period(compute)
     low, high = at_least, np.full_like(at_least, np.inf)
@@ -148,7 +156,7 @@ def steady_state(schedule: Schedule, parts: Sequence[Part], step_seconds: Sequen
     return SteadyState(high, high - low, compute)
 
 
-def run(schedule: Schedule, parts: Sequence[Part], step_seconds: Sequence[float], steps: int) -> Array:
+def run(schedule: Schedule, parts: Sequence[Part], step_seconds: Sequence[float], steps: int, room: int = 1) -> Array:
     """[..., islands]: when each island is done with so many steps, starting with nothing in flight.
 
     What is still in flight at the end is not waited for.
@@ -156,7 +164,7 @@ def run(schedule: Schedule, parts: Sequence[Part], step_seconds: Sequence[float]
     >>> run(Schedule(2, (0,), 0), [Part(fragment=0, link_seconds=0.5)], [1.0, 1.5], 4)
     array([7., 7.])
     """
-    islands = _Islands(parts, step_seconds, [0] * len(parts))
+    islands = _Islands(parts, step_seconds, [0] * len(parts), room)
     todo = [action for action in actions(schedule, parts, steps) if action.position <= steps]
     islands.go(todo, 0, steps)
     return islands.clock
@@ -167,36 +175,34 @@ class _Islands:
     there.
     """
 
-    def __init__(self, parts: Sequence[Part], step_seconds: Sequence[float], in_flight: Sequence[int]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], step_seconds: Sequence[float], in_flight: Sequence[int], room: int
+    ) -> None:
         self.step_seconds = np.asarray(step_seconds, dtype=np.float64)
-        busy = [np.asarray(part.link_seconds) + np.asarray(part.decode_seconds) for part in parts]
-        loop = [(np.asarray(part.encode_seconds), np.asarray(part.apply_seconds)) for part in parts]
-        shape = np.broadcast_shapes(self.step_seconds.shape, *(cost.shape for pair in loop for cost in pair))
-        beside = [(np.asarray(part.before_seconds), np.asarray(part.after_seconds)) for part in parts]
-        shape = np.broadcast_shapes(shape, *(cost.shape for pair in beside for cost in pair))
-        shape = np.broadcast_shapes(shape, *(cost.shape for cost in busy))
-        self._busy = [np.broadcast_to(cost, shape) for cost in busy]
-        self._loop, self._beside = loop, beside
+        self._costs = [_Costs.of(part) for part in parts]
+        shape = np.broadcast_shapes(self.step_seconds.shape, *(cost.shape for costs in self._costs for cost in costs))
         self.clock, self.ready, self.free, self.there = np.zeros((4, *shape))
+        self.done = deque(np.zeros((room, *shape)))
         self.arrivals = [deque(np.zeros((count, *shape))) for count in in_flight]
 
     def go(self, todo: Iterable[Action], position: float, end: float) -> None:
         """Moves every island from one position to another."""
-        clock, ready, free, there = self.clock, self.ready, self.free, self.there
+        clock, ready, free, there, done = self.clock, self.ready, self.free, self.there, self.done
         for action in todo:
-            encode, apply = self._loop[action.part]
-            before, after = self._beside[action.part]
+            costs = self._costs[action.part]
             if action.position > position:
                 clock = clock + (action.position - position) * self.step_seconds
                 position = action.position
             if action.is_wait:
-                clock = np.maximum(clock, self.arrivals[action.part].popleft()) + apply
+                clock = np.maximum(clock, self.arrivals[action.part].popleft()) + costs.apply
             else:
-                clock = clock + encode
-                ready = np.maximum(clock, ready) + before
-                start = np.maximum(ready, free).max(axis=-1, keepdims=True)
-                free = start + self._busy[action.part]
-                there = np.maximum(free, there) + after
+                clock = clock + costs.encode
+                ready = np.maximum(clock, ready) + costs.before
+                last = done[-1]
+                start = np.maximum(np.maximum(ready, free), done.popleft()).max(axis=-1, keepdims=True)
+                free = start + costs.link
+                done.append(np.maximum(free + costs.delay, last) + costs.decode)
+                there = np.maximum(done[-1], there) + costs.after
                 self.arrivals[action.part].append(there)
         self.clock = clock + (end - position) * self.step_seconds
         self.ready, self.free, self.there = ready, free, there
@@ -204,11 +210,28 @@ class _Islands:
     def times(self) -> Array:
         """[times, ..., islands]: everything that what comes next depends on."""
         own = self.clock, self.ready, self.free, self.there
-        return np.stack([*own, *(time for queue in self.arrivals for time in queue)])
+        times = [*own, *self.done, *(time for queue in self.arrivals for time in queue)]
+        return np.stack(np.broadcast_arrays(*times))
 
     def least_period(self, compute: Array) -> Array:
         """[...]: no period is shorter than what an island computes, nor than what is done beside it."""
-        computing = compute + sum(encode + apply for encode, apply in self._loop)
-        before, after = (sum(costs) for costs in zip(*self._beside, strict=True))
-        longest = np.maximum(np.maximum(computing, sum(self._busy)), np.maximum(before, after))
-        return np.asarray(longest.max(axis=-1))
+        encode, before, link, delay, decode, after, apply = (sum(costs) for costs in zip(*self._costs, strict=True))
+        on_the_way = (link + delay + decode) / len(self.done)
+        longest = np.stack(np.broadcast_arrays(compute + encode + apply, before, link, decode, on_the_way, after))
+        return np.asarray(longest.max(axis=(0, -1)))
+
+
+class _Costs(NamedTuple):
+    """Seconds of a part, in the order in which it meets them."""
+
+    encode: Array
+    before: Array
+    link: Array
+    delay: Array
+    decode: Array
+    after: Array
+    apply: Array
+
+    @classmethod
+    def of(cls, part: Part) -> _Costs:
+        return cls(*(np.asarray(getattr(part, f"{name}_seconds"), dtype=np.float64) for name in cls._fields))

@@ -13,7 +13,7 @@ order in which they were started, the same on every island:
     collect    waits for the letters of the others, averages where that is part of the exchange (`isles.wire.exchange`)
     read       checks and decodes what has come
 
-so that the link does not stand still while anything else is done. Two rounds are on it at most: while one waits for
+so that the link does not stand still while anything else is done. A few rounds may be on it: while one waits for
 means, the bodies of the next one go.
 
 When a peer dies or stays silent for `timeout`, the round that was under way raises `LostPeerError`, and so
@@ -43,8 +43,8 @@ from isles.wire.reduction import Reduction, check_reduction, choose
 from isles.wire.worker import Fate, Worker
 from isles.wire.world import Mean, Payload
 
-MOST_ON_THE_LINK = 2
-"""Rounds; more would only wait for each other there, with memory to receive them in."""
+MOST_ON_THE_LINK = 4
+"""Rounds: enough to fill the link while some wait for an answer from afar; each has memory to receive in."""
 
 
 class TorchWorld:
