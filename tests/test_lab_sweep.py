@@ -57,9 +57,7 @@ def test_a_backlog_on_a_full_link_has_time_to_show():
     """Whoever may be a whole period late waits for nobody until a backlog of a period has grown."""
     steps = {(cell.variant.preset, cell.bandwidth): cell.steps() for cell in cells([KINDS["timed"]], repeats=1)}
     for preset in ("eager", "distant"):
-        assert steps[preset, 50e6] >= 3 * steps[preset, 200e6], (
-            "30.8M parameters in 128 steps: 98 % of it"
-        )
+        assert steps[preset, 50e6] >= 3 * steps[preset, 200e6], "30.8M parameters in 128 steps: 98 % of it"
     assert steps["streaming", 50e6] == steps["streaming", 200e6], "which may be a few steps late"
 
 

@@ -75,20 +75,20 @@ def test_seconds_on_the_link_are_bytes_over_bandwidth_and_a_latency_per_hop():
     one = fragment_round(1_000_000, "fp32", 2, coding=FREE)
     assert one.num_bytes == pytest.approx(4_000_000, rel=1e-3)
     assert one.link_seconds(32e6) == pytest.approx(FRAMING, rel=1e-3)
-    assert one.delay_seconds(0.1) == pytest.approx(0.2), "headers, then bodies"
+    assert (one.agree_hops, one.hops) == (1, 1), "headers, then bodies"
     many = [
         fragment_round(1_000_000, "fp32", 8, reduction=form, coding=FREE) for form in ("all-gather", "reduce-scatter")
     ]
     assert many[0].num_bytes == pytest.approx(7 * 4e6, rel=1e-3)
     assert many[1].num_bytes == pytest.approx(2 * 7 / 8 * 4e6, rel=1e-2)
-    assert [form.delay_seconds(0.1) for form in many] == pytest.approx([0.2, 0.3]), "however many there are"
+    assert [(form.agree_hops, form.hops) for form in many] == [(1, 1), (1, 2)], "however many there are"
 
 
 def test_plain_diloco_is_compute_then_exchange():
     method, bandwidth = isles.Method.diloco(sync_every=10), 100e6
     found = predict(WORK, alike(2, 1.0, Link.symmetric(bandwidth, 0.05)), method, coding=FREE)
     exchange = fragment_round(WORK.parameters, "fp32", 2, coding=FREE)
-    seconds = exchange.link_seconds(bandwidth) + exchange.delay_seconds(0.05)
+    seconds = exchange.link_seconds(bandwidth) + 2 * 0.05
     assert float(found.utilisation) == pytest.approx(10 / (10 + seconds))
 
 
@@ -155,10 +155,8 @@ def test_checksums_hold_up_the_round_and_not_the_link(reduction):
         free, sealed = (predict(WORK, fleet, method, reduction=reduction, coding=coding) for coding in (FREE, sealing))
         return float(sealed.step_seconds - free.step_seconds)
 
-    payloads = 1 if reduction == "all-gather" else 5 / 2  # pieces that go, pieces that come, the mean of a half
-    assert seconds_more(isles.Method.diloco(sync_every=10)) == pytest.approx(
-        payloads * WORK.parameters / 1e7 / 10, rel=0.01
-    )
+    one_payload = WORK.parameters / 1e7 / 10  # what goes; what comes is checked as it does, but for a small last part
+    assert seconds_more(isles.Method.diloco(sync_every=10)) == pytest.approx(one_payload, rel=0.01)
     assert seconds_more(isles.Method.eager(sync_every=10, codec="fp32")) == pytest.approx(0, abs=1e-9)
 
 

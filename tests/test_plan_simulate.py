@@ -47,6 +47,7 @@ def situations(draw, updates=("fresh", "eager"), layers=False):
                     needed=draw(st.integers(0, 3)) / 10 if layers else 0.0,
                     encode_seconds=draw(seconds) / 10,
                     before_seconds=draw(seconds) / 10 if layers else 0.0,
+                    agree_seconds=draw(seconds) / 10,
                     delay_seconds=draw(seconds) / 10,
                     decode_seconds=draw(seconds) / 10,
                     after_seconds=draw(seconds) / 10 if layers else 0.0,
@@ -161,6 +162,8 @@ def test_with_room_for_two_the_link_does_not_stand_still():
         parts = [Part(fragment=fragment, link_seconds=1.0, **held_up) for fragment in range(10)]
         periods = [float(steady_state(schedule, parts, [0.5], room).period_seconds) for room in (1, 2, 4)]
         assert periods == pytest.approx([19, 10, 10])
+    slow = [Part(fragment=fragment, link_seconds=1.0, agree_seconds=1.5) for fragment in range(10)]
+    assert float(steady_state(schedule, slow, [0.5], 4).period_seconds) == pytest.approx(15), "one agreement at a time"
     far = [Part(fragment=fragment, link_seconds=1.0, delay_seconds=3.0) for fragment in range(10)]
     assert float(steady_state(schedule, far, [0.5], 2).period_seconds) == pytest.approx(20), "two in four seconds"
 

@@ -1,6 +1,6 @@
 """Threads that work in turn: order, failures, and what comes before them.
 
-Every thread is held at a gate until all jobs are in its queue, so that the order is not a matter of luck.
+A thread is held at a gate until all jobs are in its queue, so that the order is not a matter of luck.
 """
 
 import threading
@@ -28,12 +28,13 @@ def test_earlier_turns_go_first_and_each_in_its_order(worker):
 
 
 def test_a_failure_ends_its_turn_and_all_later_ones_for_all_threads():
-    fate, gate = Fate(), threading.Event()
+    fate = Fate()
     workers = Worker("one", fate), Worker("other", fate)
     try:
         failed = workers[0].do(lambda: 1 // 0, turn=5)
         assert isinstance(failed.exception(timeout=60), ZeroDivisionError)
         for worker in workers:
+            gate = threading.Event()
             worker.do(gate.wait, turn=4)
             earlier, same, later = (worker.do(lambda: "done", turn=turn) for turn in (4, 5, 6))
             gate.set()

@@ -7,6 +7,7 @@ the bytes that are handed to the transport, groups and meshes are taken as islan
 import gc
 import math
 import threading
+import time
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import isles
-from isles.wire import mail
+from isles.wire import mail, reduction
+from isles.wire.mail import Kind
 from isles.wire.world import Payload
 from tests import processes
 
@@ -63,15 +65,18 @@ def all_rounds(world):
     return {key: (mean.values, mean.weights, handles[key].bytes_sent) for key, mean in means.items()}
 
 
-def all_rounds_in_process(rank, form, slice_bytes):
-    mail.SLICE_BYTES = slice_bytes or mail.SLICE_BYTES
+def all_rounds_in_process(rank, form, slice_bytes, part_bytes):
+    mail.SLICE_BYTES, reduction.PART_BYTES = slice_bytes, part_bytes
     return all_rounds(isles.TorchWorld(timeout=60, reduction=form))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("islands", "slice_bytes"), [(2, None), (3, 700), (4, None)])
-def test_the_mean_is_the_definition_in_both_worlds(islands, slice_bytes, form, tmp_path):
-    by_process = processes.values(all_rounds_in_process, islands, tmp_path, form, slice_bytes)
+@pytest.mark.parametrize(
+    ("islands", "slice_bytes", "part_bytes"), [(2, 1 << 20, 1 << 18), (3, 700, 500), (4, 1 << 20, 1500)]
+)
+def test_the_mean_is_the_definition_in_both_worlds(islands, slice_bytes, part_bytes, form, tmp_path, monkeypatch):
+    monkeypatch.setattr(reduction, "PART_BYTES", part_bytes)  # each part has a checksum, which counts
+    by_process = processes.values(all_rounds_in_process, islands, tmp_path, form, slice_bytes, part_bytes)
     by_thread = isles.run_local(all_rounds, islands, reduction=form)
     all_gathered = isles.run_local(all_rounds, islands, reduction="all-gather")[0]
     for key in all_gathered:
@@ -223,6 +228,68 @@ def test_wrong_arguments_of_a_world(tmp_path):
         for name, (kind, message) in seen.items():
             assert kind == "ValueError", f"{name}: {kind}: {message}"
             assert said[name] in message, f"{name}: {message}"
+
+
+def order_of_letters(rank, form):
+    """What is handed to the transport, and when, in two rounds of four slices or parts."""
+    mail.SLICE_BYTES = reduction.PART_BYTES = 300
+    calls, isend, irecv = [], dist.isend, dist.irecv
+
+    def noted_isend(letter, *, group_dst, tag, **more):
+        calls.append(("send", tag, group_dst))
+        return isend(letter, group_dst=group_dst, tag=tag, **more)
+
+    def noted_irecv(letter, *, group_src, tag, **more):
+        calls.append(("expect", tag, group_src))
+        return irecv(letter, group_src=group_src, tag=tag, **more)
+
+    dist.isend, dist.irecv = noted_isend, noted_irecv
+    world = isles.TorchWorld(timeout=60, reduction=form)
+    for number in (1, 2):
+        values = torch.ones(1200 if form == "all-gather" else 3 * 1200)
+        world.start(payload(values, codec="int8", round=number)).wait()
+    return calls
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_receivers_are_ready_early_and_nobody_waits_long_for_a_slice(form, tmp_path):
+    """Everybody is ready for the next header, and for all of a round, before it says that it begins. Slices go to all
+    others in turn, so that each of them hears from every island all the time.
+    """
+    for rank, calls in enumerate(processes.values(order_of_letters, 3, tmp_path, form)):
+        after, before = [(rank + 1) % 3, (rank + 2) % 3], [(rank + 2) % 3, (rank + 1) % 3]
+        assert calls[:2] == [("expect", Kind.HEADER, other) for other in before]
+        headers = [place for place, call in enumerate(calls) if call[:2] == ("send", Kind.HEADER)]
+        bodies = {what: [call[2] for call in calls if call[:2] == (what, Kind.BODY)] for what in ("send", "expect")}
+        assert len(headers) == 4
+        assert bodies["send"] == len(bodies["send"]) // 2 * after
+        assert bodies["expect"] == len(bodies["expect"]) // 2 * before
+        assert len(bodies["send"]) == len(bodies["expect"]) >= 2 * 2 * 4, "rounds, islands, slices"
+        for number, begin in enumerate((headers[0], headers[2]), start=1):
+            ready = [call[1] for call in calls[:begin] if call[0] == "expect"]
+            assert ready.count(Kind.HEADER) == 2 * (number + 1)
+            assert ready.count(Kind.BODY) == len(bodies["expect"]) * number // 2
+            assert form == "all-gather" or ready.count(Kind.MEAN) == ready.count(Kind.BODY)
+
+
+def let_go_of_the_world(rank):
+    """Only the handle of a round is kept, and its letters go when the world has no other friend."""
+    alone, isend = threading.Event(), dist.isend
+
+    def held_isend(letter, *, tag, **more):
+        assert tag == Kind.HEADER or alone.wait(60)
+        return isend(letter, tag=tag, **more)
+
+    dist.isend = held_isend
+    handle = isles.TorchWorld(timeout=60, reduction="reduce-scatter").start(payload(torch.ones(300)))
+    gc.collect()
+    time.sleep(3 if rank == 0 else 0)  # longer than threads that are told to end are waited for
+    alone.set()
+    return handle.wait().values.unique().tolist()
+
+
+def test_a_round_outlives_the_world_it_was_started_in(tmp_path):
+    assert processes.values(let_go_of_the_world, 2, tmp_path) == [[1.0]] * 2
 
 
 def threads_after_use(rank):

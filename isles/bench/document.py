@@ -46,7 +46,7 @@ unlimited speed, and decoding, which otherwise is done beside the training step,
 
 The longest step that was seen, whatever the cause, against the median: {seen}.
 
-Two islands, each a process with one thread for training and one that talks and decodes, over loopback,
+Two islands, each a process with one thread for training and others that talk and decode, over loopback,
 {islands_parameters} parameters. *Waiting* is the share of the time in which an island waits for a mean, because it has
 not come or because the other island is behind; it is in *overhead*, and in the longest stall.
 

@@ -1,6 +1,6 @@
 """Two islands, two processes of this machine: the same measurement as for one, over a link that is the loopback.
 
-Here another thread of each process talks and decodes, beside the training step. It takes time of the processor that
+Here other threads of each process talk and decode, beside the training step. It takes time of the processor that
 the training loop does not see in its own hooks, so the reading that counts is `overhead_threads`; and an island that is
 held up by something else keeps the other waiting (`wait_share`).
 """

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from isles.core.method import Method
 from isles.lab.figures import warm_up_steps
 from isles.plan import Link, Workload, alike, predict
+from isles.plan.exchange import FRAMING
 
 if TYPE_CHECKING:
     from isles.wire.reduction import Reduction
@@ -142,7 +143,7 @@ class Cell:
         if method is None:
             return max(2, min(100, int(CELL_SECONDS / seconds)))
         periods = max(2, min(8, int(CELL_SECONDS / seconds / method.sync_every)))
-        load = 8 * predicted.bytes_per_step / seconds / self.bandwidth
+        load = 8 * FRAMING * predicted.bytes_per_step / seconds / self.bandwidth
         if load > FULL_LINK and 2 * method.lateness > method.sync_every:
             periods = LONG_PERIODS
         return periods * method.sync_every + warm_up_steps(method.as_dict())

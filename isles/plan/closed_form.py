@@ -1,14 +1,14 @@
 """The length of a period by formula, where there is one. The tests compare every formula with the simulator.
 
 Whole fragments at step ends (isles as it is), all islands alike, T the time of a step, and for fragment p: e_p to
-encode, a_p to apply, s_p for link, delay and decoding, one part on its way at a time:
+encode, a_p to apply, s_p from agreement to decoding, with room for one part on its way at a time:
 
     lateness 0 (DiLoCo, streaming)      H T + sum (e_p + s_p + a_p)               everybody waits for everything
     lateness tau, one in flight         H T + sum (e_p + a_p + max(0, s_p - tau T))
     lateness k H (delayed, eager)       max(H T + sum (e_p + a_p), sum s_p)       compute and link work side by side
 
-The last one is the best that any schedule can do: the larger of what the island and what the link has to do. With
-several fragments in flight and less than a round of slack there is no formula here; simulate.
+With s_p the link's time alone the last one is the best that any schedule can do: the larger of what the island and what
+the link has to do. With several fragments in flight and less than a round of slack there is no formula here; simulate.
 
 The papers' layers (see `anatomy`), s = time of one layer on the link, L layers, the whole model at once: gradients
 come last layer first, and the first layer is needed first, so the next step starts when the link is done with
@@ -43,7 +43,9 @@ def whole_model(sync_every: int, layers: int, step_seconds: float, layer_seconds
 
 
 def whole_fragments(schedule: Schedule, parts: Sequence[Part], step_seconds: float) -> Array | None:
-    """One part per fragment, at step ends, all islands alike: the period, [..., 1]; None if no formula applies."""
+    """One part per fragment, at step ends, all islands alike, room for one: the period, [..., 1]; None if no formula
+    applies.
+    """
     if any(part.ready or part.needed for part in parts):
         return None
     loop = schedule.sync_every * step_seconds + sum(_loop_seconds(part) for part in parts)
@@ -56,11 +58,15 @@ def whole_fragments(schedule: Schedule, parts: Sequence[Part], step_seconds: flo
 
 
 def least_period(schedule: Schedule, parts: Sequence[Part], step_seconds: float) -> Array:
-    """What no schedule can beat: the larger of what an island and what its link has to do. At a utilisation of one
-    this is the average rate: bits of a period over the time of a period.
+    """What no schedule can beat: the largest of what an island, its link, and whoever decodes beside it have to do. At
+    a utilisation of one this is the average rate: bits of a period over the time of a period.
     """
     loop = schedule.sync_every * step_seconds + sum(_loop_seconds(part) for part in parts)
-    return np.asarray(np.maximum(loop, sum(np.asarray(part.link_seconds) for part in parts)))
+    link, decode = (
+        sum(np.asarray(seconds) for seconds in column)
+        for column in zip(*((part.link_seconds, part.decode_seconds) for part in parts), strict=True)
+    )
+    return np.asarray(np.maximum(np.maximum(loop, link), decode))
 
 
 def _loop_seconds(part: Part) -> Array:
@@ -68,7 +74,8 @@ def _loop_seconds(part: Part) -> Array:
 
 
 def _way_seconds(part: Part) -> Array:
-    return np.asarray(part.link_seconds) + np.asarray(part.delay_seconds) + np.asarray(part.decode_seconds)
+    on_the_way = part.agree_seconds, part.link_seconds, part.delay_seconds, part.decode_seconds
+    return np.asarray(sum(np.asarray(seconds) for seconds in on_the_way))
 
 
 def _shortest_gap(schedule: Schedule) -> int:

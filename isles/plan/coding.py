@@ -6,15 +6,15 @@ Six costs, each in parameters per second of one process (rank), in the order in 
                                                               where a codec has kernels (`isles.wire.fused`)
     encode     one payload                                    the training loop; without kernels beside it, but in it
                                                               with delayed and eager updates
-    seal       checksum of one payload                        the thread that talks, while the link stands still
+    seal       checksum of one payload                        beside the loop, in the middle of an exchange
     decode     checksum, decode and add one payload           beside the loop; eager updates do two more in it
     outer      the outer step                                 beside the loop; in it with delayed and eager updates
     mix        writing the weights                            the training loop
 
-With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, one half of it while
-the link is busy anyway, and the means of all. What is done beside the loop takes a core: where all of them train
-(`spare_cores=False`), it takes as much from the loop instead. How fast all this is differs a hundredfold between one
-core and a GPU, so no speed is assumed: coding is taken to keep up unless speeds are given, or `isles plan
+With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, all but the last part
+of it while the link is busy anyway, and the means of all. What is done beside the loop takes a core: where all of them
+train (`spare_cores=False`), it takes as much from the loop instead. How fast all this is differs a hundredfold between
+one core and a GPU, so no speed is assumed: coding is taken to keep up unless speeds are given, or `isles plan
 --measure-coding` measures the machine it runs on.
 """
 

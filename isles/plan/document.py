@@ -63,7 +63,7 @@ MODES = (
     ),
     (
         "bytes",
-        "exact payloads with scales and headers, in the collective that is used; 1,547 bytes on the wire for 1,448",
+        "exact payloads with scales and headers, in the form that is used; 1,547 bytes on the wire for 1,448",
         "13.45 Gbit for 1e9 parameters in 16 bits, a quarter of it in FP4; no embeddings",
     ),
     ("data-parallel, DiLoCo, streaming", "fp32", "16 bits"),

@@ -40,11 +40,15 @@ class Round:
     num_bytes: int
     """Sent by one island, and received by it; without TCP's and Ethernet's headers."""
     hops: int
-    """Messages that wait for each other."""
+    """Messages that wait for each other, once all agree."""
+    agree_hops: int = 0
+    """Messages before that: the next round's cannot go meanwhile."""
     encode_seconds: float = 0.0
     """In the loop, when it is sent."""
     before_seconds: float = 0.0
     """Beside the loop, before it is on the link."""
+    agree_seconds: float = 0.0
+    """Beside the loop, for headers and checksums: the next round's come after it."""
     talk_seconds: float = 0.0
     """Beside the loop, in the middle of it: the round is held up, the link is not."""
     after_seconds: float = 0.0
@@ -59,10 +63,6 @@ class Round:
         1.0
         """
         return 8 * FRAMING * self.num_bytes / bits_per_second
-
-    def delay_seconds(self, latency_seconds: float) -> float:
-        """How long it waits for what has no bytes to speak of."""
-        return self.hops * latency_seconds
 
 
 def fragment_round(
@@ -84,17 +84,20 @@ def fragment_round(
     shard = -(-numel // ranks)
     num_bytes = ranks * forms.traffic(form, islands, _weightless(shard, codec))
     if form == "all-gather":
-        hops, hidden = 2, 0.0
-        talk, after = shard / coding.seal_per_second, islands * shard / coding.decode_per_second
+        hops, hidden, talk = 1, 0.0, 0.0
+        sealed, after = shard, islands * shard / coding.decode_per_second
     else:
         piece = forms.piece_numel(shard, islands, chosen)
-        hops = 3
-        # One half of a piece is averaged while the other one is on the link; that one cannot be.
-        hidden = (islands * piece / coding.decode_per_second + piece / coding.encode_per_second) / 2
-        sealed = (2 * islands + 1) * piece  # the pieces that go, those that come, the mean
-        talk, after = hidden + sealed / coding.seal_per_second, islands * piece / coding.decode_per_second
+        hops = 2
+        # Parts of a piece are averaged while others are on the link; the last one cannot be.
+        parts = forms.parts(piece, chosen)
+        last = parts[-1].numel if parts else 0
+        averaging = islands / coding.decode_per_second + 1 / coding.encode_per_second + 1 / coding.seal_per_second
+        hidden, talk = (piece - last) * averaging, last * averaging
+        sealed, after = islands * piece, islands * piece / coding.decode_per_second
     gradient, encode = shard / coding.gradient_per_second, shard / coding.encode_per_second
     step, mix = shard / coding.outer_per_second, shard / coding.mix_per_second
+    agree = sealed / coding.seal_per_second
     loop, before = (encode, 0.0) if chosen.kernels else (gradient, encode)
     if update == "fresh":
         after, apply = after + step, mix
@@ -103,8 +106,10 @@ def fragment_round(
         if update == "eager":  # a copy of the mean, the own fresh contribution in, the stale one out
             apply += gradient + 2 * shard / coding.decode_per_second
     if not coding.spare_cores:
-        apply += before + hidden + talk + after
-    return Round(num_bytes, hops if islands > 1 else 0, loop, before, talk, after, apply)
+        apply += before + agree + hidden + talk + after
+    if islands == 1:
+        hops = 0
+    return Round(num_bytes, hops, min(hops, 1), loop, before, agree, talk, after, apply)
 
 
 def gradient_round(numel: int, islands: int) -> Round:

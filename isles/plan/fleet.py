@@ -69,5 +69,5 @@ def slowest_bits_per_second(fleet: Sequence[Island]) -> float:
 
 
 def longest_latency_seconds(fleet: Sequence[Island]) -> float:
-    """A collective is over when its slowest message has arrived."""
+    """An exchange is over when its slowest message has arrived."""
     return max(island.link.latency_seconds for island in fleet)

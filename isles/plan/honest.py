@@ -1,4 +1,4 @@
-"""isles as it is, put into the simulator: exact payloads, real collectives, whole fragments, coding that takes time.
+"""isles as it is, put into the simulator: exact payloads, real messages, whole fragments, coding that takes time.
 
 After an inner step the engine sends the fragments that are due, then applies those that are due (waiting stops the
 loop). So a fragment is queued at the end of one step and waited for at the end of
@@ -71,12 +71,14 @@ def predict(
     """
     bandwidths = np.asarray(slowest_bits_per_second(fleet) if bits_per_second is None else bits_per_second)
     schedule, rounds = rounds_of(workload, len(fleet), method, reduction, coding)
+    latency = longest_latency_seconds(fleet)
     parts = [
         Part(
             fragment=due.fragment,
             ready=due.ready,
             link_seconds=np.asarray(due.round.link_seconds(bandwidths))[..., None],
-            delay_seconds=due.round.delay_seconds(longest_latency_seconds(fleet)),
+            agree_seconds=due.round.agree_seconds + due.round.agree_hops * latency,
+            delay_seconds=due.round.hops * latency,
             encode_seconds=due.round.encode_seconds,
             before_seconds=due.round.before_seconds,
             decode_seconds=due.round.talk_seconds,
@@ -150,7 +152,7 @@ def buckets(workload: Workload, islands: int) -> list[DueRound]:
 
 def _room(method: Method | None) -> int:
     """How many exchanges may be under way at a time."""
-    from isles.wire.torch_world import MOST_ON_THE_LINK
+    from isles.wire.reduction import MOST_ON_THE_LINK
 
     return GLOO_THREADS if method is None else MOST_ON_THE_LINK
 

@@ -13,7 +13,7 @@ from isles.view import units
 
 MODES = {
     "honest": (
-        "Honest mode: exact payloads and headers of isles, TCP framing, real collectives, whole fragments.\n"
+        "Honest mode: exact payloads and headers of isles, TCP framing, real messages, whole fragments.\n"
         "(--paper follows the papers' conventions instead.)"
     ),
     "paper": (

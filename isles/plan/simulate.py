@@ -8,14 +8,14 @@ the engine. A `Part` is what is reduced in one go: a fragment (isles), a layer (
 
     queue   t_m += encode                            done by the training loop itself
             ready_m = max(t_m, ready_m) + before     beside the loop, one part after the other
-            start = max over islands of max(ready_m, free, done_m of the one so many before)
+            agreed = max(agreed, max over islands of max(ready_m, done_m of the one so many before)) + agree
                                                      everybody must be there, and there must be room
-            free = start + link                      first in, first out
+            free = max(agreed, free) + link          first in, first out
             done_m = max(free + delay, done_m) + decode_m        what holds up the exchange, but not the link
             there_m = max(done_m, there_m) + after   beside the loop and the exchange
     wait    t_m = max(t_m, there_m of that round) + apply
 
-`room` is how many parts may be on their way at a time, from start to done. While one of them is held up, the link
+`room` is how many parts may be on their way at a time, until they are done. While one of them is held up, the link
 carries the next one; with room for one it stands still instead.
 
 Only maxima and sums: a max-plus linear system, with one more round in each period of H steps. Such a system settles
@@ -63,6 +63,7 @@ class Part:
     """Where it is waited for, in steps from the end of the step after which its fragment is applied: 0 or more."""
     encode_seconds: Seconds = 0.0
     before_seconds: Seconds = 0.0
+    agree_seconds: Seconds = 0.0
     delay_seconds: Seconds = 0.0
     decode_seconds: Seconds = 0.0
     after_seconds: Seconds = 0.0
@@ -181,13 +182,14 @@ class _Islands:
         self.step_seconds = np.asarray(step_seconds, dtype=np.float64)
         self._costs = [_Costs.of(part) for part in parts]
         shape = np.broadcast_shapes(self.step_seconds.shape, *(cost.shape for costs in self._costs for cost in costs))
-        self.clock, self.ready, self.free, self.there = np.zeros((4, *shape))
+        self.clock, self.ready, self.agreed, self.free, self.there = np.zeros((5, *shape))
         self.done = deque(np.zeros((room, *shape)))
         self.arrivals = [deque(np.zeros((count, *shape))) for count in in_flight]
 
     def go(self, todo: Iterable[Action], position: float, end: float) -> None:
         """Moves every island from one position to another."""
-        clock, ready, free, there, done = self.clock, self.ready, self.free, self.there, self.done
+        clock, ready, agreed, free, there = self.clock, self.ready, self.agreed, self.free, self.there
+        done = self.done
         for action in todo:
             costs = self._costs[action.part]
             if action.position > position:
@@ -199,25 +201,30 @@ class _Islands:
                 clock = clock + costs.encode
                 ready = np.maximum(clock, ready) + costs.before
                 last = done[-1]
-                start = np.maximum(np.maximum(ready, free), done.popleft()).max(axis=-1, keepdims=True)
-                free = start + costs.link
+                begin = np.maximum(ready, done.popleft()).max(axis=-1, keepdims=True)
+                agreed = (np.maximum(agreed, begin) + costs.agree).max(axis=-1, keepdims=True)
+                free = np.maximum(agreed, free) + costs.link
                 done.append(np.maximum(free + costs.delay, last) + costs.decode)
                 there = np.maximum(done[-1], there) + costs.after
                 self.arrivals[action.part].append(there)
         self.clock = clock + (end - position) * self.step_seconds
-        self.ready, self.free, self.there = ready, free, there
+        self.ready, self.agreed, self.free, self.there = ready, agreed, free, there
 
     def times(self) -> Array:
         """[times, ..., islands]: everything that what comes next depends on."""
-        own = self.clock, self.ready, self.free, self.there
+        own = self.clock, self.ready, self.agreed, self.free, self.there
         times = [*own, *self.done, *(time for queue in self.arrivals for time in queue)]
         return np.stack(np.broadcast_arrays(*times))
 
     def least_period(self, compute: Array) -> Array:
         """[...]: no period is shorter than what an island computes, nor than what is done beside it."""
-        encode, before, link, delay, decode, after, apply = (sum(costs) for costs in zip(*self._costs, strict=True))
-        on_the_way = (link + delay + decode) / len(self.done)
-        longest = np.stack(np.broadcast_arrays(compute + encode + apply, before, link, decode, on_the_way, after))
+        encode, before, agree, link, delay, decode, after, apply = (
+            sum(costs) for costs in zip(*self._costs, strict=True)
+        )
+        on_the_way = (agree + link + delay + decode) / len(self.done)
+        longest = np.stack(
+            np.broadcast_arrays(compute + encode + apply, before, agree, link, decode, on_the_way, after)
+        )
         return np.asarray(longest.max(axis=(0, -1)))
 
 
@@ -226,6 +233,7 @@ class _Costs(NamedTuple):
 
     encode: Array
     before: Array
+    agree: Array
     link: Array
     delay: Array
     decode: Array

@@ -1,13 +1,14 @@
 """The two forms of `isles.wire.reduction`, as letters between processes.
 
-An exchange gets ready for all that it will receive when it is made; `send` gives away what the island has, when all
-have said that they are going to do the same; `collect` waits for what comes. What is left to do when everything has
-come, and needs nobody, is what `collect` returns.
+An exchange gets ready for all that it will receive when it is made. Then, each in a thread of its own (see
+`isles.wire.torch_world`), `send` gives away what the island has, when all have said that they are going to do the same;
+`reduce` averages for others, where that is part of the form; `read` waits for what comes to the island and makes the
+mean of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from isles.wire import message, reduction
-from isles.wire.codec import Codec
 from isles.wire.mail import Kind, Mail
+from isles.wire.memory import empty
 from isles.wire.message import CHECKSUM, Header
 from isles.wire.world import Payload
 
@@ -26,7 +27,9 @@ class Exchange(Protocol):
 
     def send(self) -> None: ...
 
-    def collect(self, headers: list[Header]) -> Callable[[], Tensor]: ...
+    def reduce(self, headers: Sequence[Header]) -> None: ...
+
+    def read(self, headers: Sequence[Header]) -> Tensor: ...
 
 
 class AllGather:
@@ -42,77 +45,73 @@ class AllGather:
     def send(self) -> None:
         self._going += self._mail.send(Kind.BODY, [self._payload.body] * self._mail.size, self._turn)
 
-    def collect(self, headers: list[Header]) -> Callable[[], Tensor]:
+    def reduce(self, headers: Sequence[Header]) -> None:
+        """Everybody averages for itself."""
+
+    def read(self, headers: Sequence[Header]) -> Tensor:
         self._mail.wait(self._coming)
         _all_sent(self._going)
-
-        def read() -> Tensor:
-            for rank, (header, body) in enumerate(zip(headers, self._bodies, strict=True)):
-                message.verify(header, body, rank, self._mail.rank)
-            weights = [header.weight for header in headers]
-            return reduction.weighted_mean(self._bodies, weights, self._payload.codec, self._payload.numel)
-
-        return read
+        for rank, (header, body) in enumerate(zip(headers, self._bodies, strict=True)):
+            message.verify(header, body, rank, self._mail.rank)
+        weights = [header.weight for header in headers]
+        return reduction.weighted_mean(self._bodies, weights, self._payload.codec, self._payload.numel)
 
 
 class ReduceScatter:
-    """Every island gets its piece of all bodies, in halves, averages it, and sends the mean to all others.
+    """Every island gets its piece of all bodies, averages it, and sends the mean to all others: part after part, so
+    that one is averaged while others are on the link.
 
-    While one half is averaged the other one is on the link. The last means are sent when all checksums were right:
-    nobody completes a round that was damaged on its way to somebody.
+    Every part has its own checksum. The last mean is sent when all of them were right: nobody completes a round that
+    was damaged on its way to somebody.
     """
 
     def __init__(self, payload: Payload, mail: Mail, turn: int) -> None:
         self._payload, self._mail, self._turn = payload, mail, turn
-        self._length = payload.codec.num_bytes(reduction.piece_numel(payload.numel, mail.size, payload.codec))
-        self._halves = _halves(self._length, payload.codec)
-        self._sent, self._received, self._means = torch.empty(
-            3, mail.size, self._length + CHECKSUM.size, dtype=torch.uint8
+        self._numel = reduction.piece_numel(payload.numel, mail.size, payload.codec)
+        self._parts = reduction.parts(self._numel, payload.codec)
+        self._sent, self._received, self._means = (
+            [list(torch.empty(mail.size, part.num_bytes + CHECKSUM.size, dtype=torch.uint8)) for part in self._parts]
+            for _ in range(3)
         )
+        self._coming = [mail.expect(Kind.BODY, received) for received in self._received]
+        self._coming_means = [mail.expect(Kind.MEAN, means) for means in self._means]
         self._going: list[Future[None]] = []
-        self._coming = [mail.expect(Kind.BODY, self._received[:, half]) for half in self._halves]
-        self._coming_means = [work for half in self._halves for work in mail.expect(Kind.MEAN, self._means[:, half])]
 
     def send(self) -> None:
         payload, mail = self._payload, self._mail
-        self._sent[:, : self._length] = reduction.split(payload.body, payload.numel, mail.size, payload.codec)
-        for row in self._sent:
-            message.seal(row)
-        self._received[mail.rank] = self._sent[mail.rank]
-        for half in self._halves:
-            self._going += mail.send(Kind.BODY, self._sent[:, half], self._turn)
+        pieces = reduction.split(payload.body, payload.numel, mail.size, payload.codec)
+        for part, sent, received in zip(self._parts, self._sent, self._received, strict=True):
+            for row, piece in zip(sent, pieces, strict=True):
+                row[: part.num_bytes] = piece[part.encoded]
+                message.seal(row)
+            received[mail.rank] = sent[mail.rank]
+            self._going += mail.send(Kind.BODY, sent, self._turn)
 
-    def collect(self, headers: list[Header]) -> Callable[[], Tensor]:
-        mean, about = self._means[self._mail.rank], headers[0].about()
-        weights = [header.weight for header in headers]
-        for half, coming in zip(self._halves, self._coming, strict=True):
-            self._mail.wait(coming)
-            last = half is self._halves[-1]
-            if last:
-                for rank, row in enumerate(self._received):
-                    message.unseal(row, f"a piece of island {rank} ({about})", self._mail.rank)
-            self._average(half, weights, mean)
-            if last:
-                message.seal(mean)
-            self._going += self._mail.send(Kind.MEAN, [mean[half]] * self._mail.size, self._turn)
-        self._mail.wait(self._coming_means)
-        _all_sent(self._going)
-
-        def read() -> Tensor:
-            checked = [
-                message.unseal(row, f"the mean of island {rank} ({about})", self._mail.rank)
-                for rank, row in enumerate(self._means)
+    def reduce(self, headers: Sequence[Header]) -> None:
+        codec, mail = self._payload.codec, self._mail
+        weights, about = [header.weight for header in headers], headers[0].about()
+        for part, coming, received, means in zip(self._parts, self._coming, self._received, self._means, strict=True):
+            mail.wait(coming)
+            bodies = [
+                message.unseal(row, f"a piece of island {rank} ({about})", mail.rank)
+                for rank, row in enumerate(received)
             ]
-            return reduction.decode_pieces(checked, self._payload.codec, self._payload.numel)
+            mean = means[mail.rank]
+            reduction.average(bodies, weights, codec, part, out=mean[: part.num_bytes])
+            message.seal(mean)
+            self._going += mail.send(Kind.MEAN, [mean] * mail.size, self._turn)
 
-        return read
-
-    def _average(self, half: slice, weights: list[float], into: Tensor) -> None:
-        codec = self._payload.codec
-        body = slice(half.start, min(half.stop, self._length))
-        numel = (body.stop - body.start) // codec.block_bytes * codec.block
-        values = reduction.weighted_mean([row[body] for row in self._received], weights, codec, numel)
-        codec.encode(values, out=into[body])
+    def read(self, headers: Sequence[Header]) -> Tensor:
+        codec, mail, about = self._payload.codec, self._mail, headers[0].about()
+        values = empty(mail.size * self._numel)
+        pieces = values.view(mail.size, self._numel)
+        for part, coming, means in zip(self._parts, self._coming_means, self._means, strict=True):
+            mail.wait(coming)
+            for rank, row in enumerate(means):
+                mean = message.unseal(row, f"the mean of island {rank} ({about})", mail.rank)
+                codec.decode(mean, part.numel, out=pieces[rank, part.values])
+        _all_sent(self._going)
+        return values[: self._payload.numel]
 
 
 FORMS: dict[str, Callable[[Payload, Mail, int], Exchange]] = {"all-gather": AllGather, "reduce-scatter": ReduceScatter}
@@ -122,17 +121,3 @@ def _all_sent(going: list[Future[None]]) -> None:
     """Raises what kept a letter from being sent."""
     for sent in going:
         sent.result()
-
-
-def _halves(num_bytes: int, codec: Codec) -> list[slice]:
-    """Two parts of a piece of so many bytes, of whole blocks each, the checksum behind it with the second; or only one.
-
-    >>> from isles.wire.codecs import codecs
-    >>> _halves(10 * 66, codecs["e3m0"])
-    [slice(0, 330, None), slice(330, 664, None)]
-    """
-    middle = num_bytes // codec.block_bytes // 2 * codec.block_bytes
-    end = num_bytes + CHECKSUM.size
-    if middle == 0 or codec.stochastic:  # whose rounding depends on where in its piece a block stands
-        return [slice(0, end)]
-    return [slice(0, middle), slice(middle, end)]

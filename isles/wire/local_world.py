@@ -227,8 +227,13 @@ class _Table:
         codec, numel = payloads[0].codec, payloads[0].numel
         size = reduction.piece_numel(numel, self.size, codec)
         pieces = [reduction.split(payload.body, numel, self.size, codec) for payload in payloads]
-        means = [reduction.weighted_mean([own[r] for own in pieces], weights, codec, size) for r in range(self.size)]
-        return reduction.decode_pieces([codec.encode(mean) for mean in means], codec, numel)
+        means = torch.empty(self.size, size)
+        for rank, values in enumerate(means):
+            for part in reduction.parts(size, codec):
+                mean = pieces[0].new_empty(part.num_bytes)
+                reduction.average([own[rank, part.encoded] for own in pieces], weights, codec, part, out=mean)
+                codec.decode(mean, part.numel, out=values[part.values])
+        return means.view(-1)[:numel]
 
     def gather(self, rank: int, number: int, data: bytes) -> list[bytes]:
         self._notes.setdefault(number, {})[rank] = data

@@ -8,7 +8,8 @@ the sender stands still meanwhile. So here
   comes first of all has one size, and everybody is always ready for the next one;
 - letters go out one after the other, those of the earliest round first, and nobody waits for an answer in between:
   while one round waits for the others, the next one has the link;
-- long letters go in slices: the time-out is about silence, not about how long a large letter takes on a slow link.
+- long letters go in slices, a slice to each island in turn: the time-out is about silence, not about how long a large
+  letter takes on a slow link.
 
 `docs/log.md` has what this is worth.
 """
@@ -16,7 +17,7 @@ the sender stands still meanwhile. So here
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -47,43 +48,43 @@ class Mail:
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, fate: Fate) -> None:
         self.rank, self.size = group.rank(), group.size()
         self._group, self._timeout_seconds = group, timeout_seconds
-        self._sender = Worker(f"isles-send-{self.rank}", fate)
-        self.stop = self._sender.stop
+        self.sender = Worker(f"isles-send-{self.rank}", fate)
 
     def expect(self, kind: Kind, into: Sequence[Tensor]) -> list[Any]:
         """Gets ready for a letter of everybody; what it returns is to be waited for."""
-        return [
-            self._begin(dist.irecv, part, group_src=origin, tag=kind)
-            for origin in self._others(-1)
-            for part in _slices(into[origin])
-        ]
+        return [self._begin(dist.irecv, part, group_src=origin, tag=kind) for origin, part in self._slices(into, -1)]
 
     def send(self, kind: Kind, letters: Sequence[Tensor], turn: int) -> list[Future[None]]:
         """Has a letter sent to everybody when its turn has come."""
-        return [self._sender.do(self._send, kind, part, to, turn=turn) for to, part in self._going(letters)]
+        return [self.sender.do(self._send, kind, part, to, turn=turn) for to, part in self._slices(letters, 1)]
 
     def send_at_once(self, kind: Kind, letters: Sequence[Tensor]) -> None:
-        """Sends short letters, before those that wait for their turn."""
-        self.wait([self._begin(dist.isend, part, group_dst=to, tag=kind) for to, part in self._going(letters)])
+        """Sends letters before those that wait for their turn, and waits until they are gone."""
+        self.wait([self._begin(dist.isend, part, group_dst=to, tag=kind) for to, part in self._slices(letters, 1)])
 
     def wait(self, works: Iterable[Any]) -> None:
         try:
             for work in works:
-                work.wait()
+                if work.wait() is False:
+                    raise RuntimeError("aborted")
         except RuntimeError as error:
             raise lost(self.rank, error, self._timeout_seconds) from error
 
     def _send(self, kind: Kind, part: Tensor, to: int) -> None:
         self.wait([self._begin(dist.isend, part, group_dst=to, tag=kind)])
 
-    def _going(self, letters: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        return [(to, part) for to in self._others(1) for part in _slices(letters[to])]
-
-    def _others(self, direction: int) -> list[int]:
-        """All others, the next one in a direction first: if everybody sends in this order, no two meet at one receiver,
-        and letters come in the order of the other direction.
+    def _slices(self, letters: Sequence[Tensor], direction: int) -> Iterator[tuple[int, Tensor]]:
+        """The letters of all others in the order in which they go, a slice of each in turn, the next island in a
+        direction first. If everybody keeps to that order, and is as fast, no two meet at one receiver, and what
+        comes does so in the order of the other direction.
         """
-        return [(self.rank + direction * distance) % self.size for distance in range(1, self.size)]
+        others = [(self.rank + direction * distance) % self.size for distance in range(1, self.size)]
+        longest = max((letters[other].numel() for other in others), default=0)
+        for start in range(0, longest, SLICE_BYTES):
+            for other in others:
+                part = letters[other][start : start + SLICE_BYTES]
+                if part.numel():
+                    yield other, part
 
     def _begin(self, what: Callable[..., Any], part: Tensor, **more: Any) -> Any:
         try:
@@ -97,7 +98,3 @@ def lost(rank: int, error: RuntimeError, timeout_seconds: float) -> LostPeerErro
     silent = "ime" in str(error) and "out" in str(error)
     why = f"no answer for {timeout_seconds:g} s" if silent else "a connection broke"
     return LostPeerError(f"island {rank} lost another island ({why}); restart all islands from their last checkpoint")
-
-
-def _slices(letter: Tensor) -> Iterable[Tensor]:
-    return letter.split(SLICE_BYTES) if letter.numel() else ()

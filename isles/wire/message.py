@@ -4,8 +4,8 @@ Before anything else, the islands exchange headers. All headers have the same si
 even islands that are not doing the same thing can read each other's: a transport that is told different sizes
 at its two ends crashes or, worse, delivers something. A header says what follows (a payload, or a note), in
 which form of the reduction, which fragment, round and codec, how many values and bytes, the island's weight,
-a checksum of the body, and a checksum of itself. Only if all headers agree do the bodies follow, and what
-arrives is compared with its checksum.
+a checksum of the body, if it goes as a whole, and a checksum of itself. Only if all headers agree do the bodies
+follow, and what arrives is compared with its checksum.
 
 Headers are parsed with `struct`: nothing from a peer is unpickled or evaluated.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from isles.wire.world import MismatchError, Payload
 
-MAGIC, VERSION = b"isle", 2
+MAGIC, VERSION = b"isle", 3
 FIELDS = struct.Struct("<4sB16s24sIQQQdI")
 """magic, version, form, codec, fragment, round, values, bytes, weight, checksum of the body."""
 CHECKSUM = struct.Struct("<I")
@@ -51,7 +51,8 @@ class Header:
     @classmethod
     def of_payload(cls, payload: Payload, form: str) -> Header:
         where = (payload.codec.name, payload.fragment, payload.round, payload.numel)
-        return cls(form, *where, payload.body.numel(), payload.weight, checksum(payload.body))
+        whole = checksum(payload.body) if form == "all-gather" else 0
+        return cls(form, *where, payload.body.numel(), payload.weight, whole)
 
     @classmethod
     def of_note(cls, data: bytes) -> Header:

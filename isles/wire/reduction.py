@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ from isles.wire.world import Payload
 Reduction = Literal["auto", "all-gather", "reduce-scatter"]
 LARGEST_ALL_GATHER = 4
 """The most islands for which all-gather is the default."""
+PART_BYTES = 1 << 18
+"""At most this much of a piece goes, and is averaged, at once."""
+MOST_ON_THE_LINK = 4
+"""Rounds: enough to fill the link while some wait for an answer from afar; each has memory to receive in."""
 
 
 def choose(reduction: Reduction, islands: int, codec: Codec) -> Reduction:
@@ -57,6 +61,39 @@ def piece_numel(numel: int, islands: int, codec: Codec) -> int:
     return -(-blocks // islands) * codec.block
 
 
+class Part(NamedTuple):
+    """Whole blocks of a piece, which are sent, averaged and decoded in one go: where they are in it."""
+
+    encoded: slice
+    values: slice
+
+    @property
+    def numel(self) -> int:
+        return int(self.values.stop - self.values.start)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.encoded.stop - self.encoded.start)
+
+
+def parts(piece_numel: int, codec: Codec) -> list[Part]:
+    """A piece, whole blocks, in parts: while one is on the link another one is averaged.
+
+    >>> from isles.wire.codecs import codecs
+    >>> parts(64, codecs["fp32"])
+    [Part(encoded=slice(0, 256, None), values=slice(0, 64, None))]
+    """
+    blocks = piece_numel // codec.block
+    # Stochastic rounding depends on where in its piece a block stands: one part.
+    most = blocks if codec.stochastic else max(1, PART_BYTES // codec.block_bytes)
+    found = []
+    for first in range(0, blocks, max(1, most)):
+        end = min(first + most, blocks)
+        encoded = slice(first * codec.block_bytes, end * codec.block_bytes)
+        found.append(Part(encoded, slice(first * codec.block, end * codec.block)))
+    return found
+
+
 def split(body: Tensor, numel: int, islands: int, codec: Codec) -> Tensor:
     """[islands, bytes]: the piece of a body for each island. What is missing in the last ones is zero, which
     decodes to zeros.
@@ -65,6 +102,11 @@ def split(body: Tensor, numel: int, islands: int, codec: Codec) -> Tensor:
     if body.numel() < num_bytes:
         body = torch.cat([body, body.new_zeros(num_bytes - body.numel())])
     return body.view(islands, -1)
+
+
+def average(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, part: Part, out: Tensor) -> None:
+    """The mean of the same part of all payloads, encoded again."""
+    codec.encode(weighted_mean(bodies, weights, codec, part.numel), out=out)
 
 
 def weighted_mean(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, numel: int) -> Tensor:
@@ -91,15 +133,6 @@ def _add_up(
     return finite
 
 
-def decode_pieces(pieces: Sequence[Tensor], codec: Codec, numel: int) -> Tensor:
-    """The vector whose pieces these are, one after the other; the last ones may reach beyond its end."""
-    size = piece_numel(numel, len(pieces), codec)
-    values = empty(len(pieces) * size)
-    for piece, part in zip(pieces, values.view(len(pieces), size), strict=True):
-        codec.decode(piece, size, out=part)
-    return values[:numel]
-
-
 def _scaled(weights: Sequence[float]) -> list[float]:
     """Weights times a power of two, exactly, so that the largest is about 1: only their ratios matter.
 
@@ -114,5 +147,5 @@ def traffic(form: Reduction, islands: int, payload: Payload) -> int:
     """Bytes that one island sends for a round, and receives, headers and checksums included."""
     if form == "all-gather":
         return (islands - 1) * (HEADER_BYTES + payload.num_bytes)
-    piece_bytes = payload.codec.num_bytes(piece_numel(payload.numel, islands, payload.codec)) + CHECKSUM.size
-    return (islands - 1) * (HEADER_BYTES + 2 * piece_bytes)
+    pieces = parts(piece_numel(payload.numel, islands, payload.codec), payload.codec)
+    return (islands - 1) * (HEADER_BYTES + 2 * sum(part.num_bytes + CHECKSUM.size for part in pieces))

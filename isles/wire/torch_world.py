@@ -8,16 +8,17 @@ A round goes from thread to thread, beside the training loop, as on an assembly 
 order in which they were started, the same on every island:
 
     encode     makes the body, if that is still to be done
-    agree      exchanges headers and checks that they agree; only then does the body go
+    agree      exchanges headers, checks that they agree, and only then has the body sent, in sealed pieces or whole
     send       hands letters to gloo, those of the earliest round first (`isles.wire.mail`)
-    collect    waits for the letters of the others, averages where that is part of the exchange (`isles.wire.exchange`)
-    read       checks and decodes what has come
+    reduce     averages what the others need averaged, as it comes (`isles.wire.exchange`)
+    read       waits for the rest, checks and decodes it
 
 so that the link does not stand still while anything else is done. A few rounds may be on it: while one waits for
 means, the bodies of the next one go.
 
-When a peer dies or stays silent for `timeout`, the round that was under way raises `LostPeerError`, and so
-does every later one.
+When a peer dies or stays silent for `timeout`, the rounds that are under way raise `LostPeerError`, and so does every
+later one. When islands disagree about a round, it and every later one raise `MismatchError`; those before it are
+brought to their end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import datetime
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,15 +36,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from isles.wire import message, reduction
-from isles.wire.exchange import FORMS
+from isles.wire.exchange import FORMS, Exchange
 from isles.wire.mail import Kind, Mail, lost
 from isles.wire.message import HEADER_BYTES, Header
-from isles.wire.reduction import Reduction, check_reduction, choose
-from isles.wire.worker import Fate, Worker
+from isles.wire.reduction import MOST_ON_THE_LINK, Reduction, check_reduction, choose
+from isles.wire.worker import Fate, Worker, stop_all
 from isles.wire.world import Mean, Payload
 
-MOST_ON_THE_LINK = 4
-"""Rounds: enough to fill the link while some wait for an answer from afar; each has memory to receive in."""
+Agreed = Future[tuple[Exchange, list[Header]]]
+"""An exchange about which all islands agree, and what they said."""
 
 
 class TorchWorld:
@@ -80,14 +80,13 @@ class TorchWorld:
             )
         except RuntimeError as error:
             raise lost(self.rank, error, seconds) from error
-        fate = Fate()
-        self._mail = Mail(group, seconds, fate)
-        self._encoder, self._herald, self._collector, self._reader = (
-            Worker(f"isles-{what}-{self.rank}", fate) for what in ("encode", "agree", "collect", "read")
-        )
-        for thread in (self._encoder, self._herald, self._mail, self._collector, self._reader):
-            weakref.finalize(self, thread.stop)
-        self._turns = itertools.count()
+        self._fate = Fate()
+        self._mail = Mail(group, seconds, self._fate)
+        self._encoder, self._herald, self._reducer, self._reader = line = [
+            Worker(f"isles-{what}-{self.rank}", self._fate) for what in ("encode", "agree", "reduce", "read")
+        ]
+        weakref.finalize(self, stop_all, [*line, self._mail.sender])
+        self._turns, self._in_order = itertools.count(), threading.Lock()
         self._room = threading.Semaphore(MOST_ON_THE_LINK)
         self._next_headers = self._expect(Kind.HEADER, [HEADER_BYTES] * self.size)
 
@@ -99,43 +98,40 @@ class TorchWorld:
     """Any thread may wait for a round."""
 
     def start(self, payload: Payload) -> _Round:
-        form, turn = choose(self._reduction, self.size, payload.codec), next(self._turns)
-        body = self._encoder.do(lambda: payload.body, turn=turn)
-        agreed = self._herald.do(self._agree, payload, form, body, turn, turn=turn)
-        collected = self._collector.do(lambda: agreed.result()(), turn=turn)
-        mean = self._reader.do(lambda: collected.result()(), turn=turn)
+        form, room = choose(self._reduction, self.size, payload.codec), self._room
+        with self._in_order:
+            turn = next(self._turns)
+            body = self._encoder.do(lambda: payload.body, turn=turn)
+            agreed = self._herald.do(self._agree, payload, form, body, turn, turn=turn)
+            reduced = self._reducer.do(_reduce, agreed, turn=turn)
+            mean = self._reader.do(self._read, agreed, reduced, turn=turn)
+        mean.add_done_callback(lambda _: room.release())
         return _Round(mean, reduction.traffic(form, self.size, payload))
 
     def gather(self, data: bytes) -> list[bytes]:
-        return self._herald.do(self._gather, data, turn=next(self._turns)).result()
+        with self._in_order:
+            notes = self._herald.do(self._gather, data, turn=next(self._turns))
+        return notes.result()
 
     # ---- in the herald's thread
 
     def _agree(
         self, payload: Payload, form: Reduction, body: Future[Tensor], turn: int
-    ) -> Callable[[], Callable[[], Mean]]:
-        """Begins an exchange when there is room for it. Returns how to collect, which returns how to read."""
+    ) -> tuple[Exchange, list[Header]]:
+        """Begins an exchange when there is room for it, and all others do."""
         body.result()
-        room = self._room
-        room.acquire()
+        self._room.acquire()
+        self._fate.check(turn)
         exchange = FORMS[form](payload, self._mail, turn)
         headers = self._exchange_headers(Header.of_payload(payload, form))
         exchange.send()
-
-        def collect() -> Callable[[], Mean]:
-            try:
-                read = exchange.collect(headers)
-            finally:
-                room.release()
-            return lambda: Mean(read(), {rank: one.weight for rank, one in enumerate(headers) if one.weight > 0})
-
-        return collect
+        return exchange, headers
 
     def _exchange_headers(self, own: Header) -> list[Header]:
         (rows, coming), packed = self._next_headers, _tensor_of(own.pack())
+        self._next_headers = self._expect(Kind.HEADER, [HEADER_BYTES] * self.size)  # before anybody can have left
         self._mail.send_at_once(Kind.HEADER, [packed] * self.size)
         self._mail.wait(coming)
-        self._next_headers = self._expect(Kind.HEADER, [HEADER_BYTES] * self.size)
         rows[self.rank] = packed
         headers = [Header.unpack(_bytes_of(row), rank) for rank, row in enumerate(rows)]
         message.agree(headers)
@@ -156,9 +152,23 @@ class TorchWorld:
         letters = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         return letters, self._mail.expect(kind, letters)
 
+    # ---- in the reader's thread
+
+    def _read(self, agreed: Agreed, reduced: Future[None]) -> Mean:
+        """A method, so that the world and its threads live until its last round is over."""
+        reduced.result()
+        exchange, headers = agreed.result()
+        weights = {rank: header.weight for rank, header in enumerate(headers) if header.weight > 0}
+        return Mean(exchange.read(headers), weights)
+
+
+def _reduce(agreed: Agreed) -> None:
+    exchange, headers = agreed.result()
+    exchange.reduce(headers)
+
 
 class _Round:
-    """A round in the hands of the talker."""
+    """A round on its way from thread to thread."""
 
     def __init__(self, answer: Future[Mean], num_bytes: int) -> None:
         self._answer = answer

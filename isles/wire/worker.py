@@ -1,17 +1,19 @@
 """A thread that does one thing after the other, beside the training loop.
 
 Several threads may work on the same things in turn, as on an assembly line: what one is done with the next takes up.
-They share a `Fate`: where one of them fails, nothing of that turn or of a later one is done any more, by anybody, while
-what came before is brought to its end.
+They share a `Fate`: where one of them fails, nothing of that turn or of a later one is begun any more, by anybody;
+what came before is brought to its end, if it can be.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -43,7 +45,7 @@ class Worker:
     """
 
     def __init__(self, name: str, fate: Fate | None = None) -> None:
-        self._jobs: Jobs = queue.PriorityQueue()
+        self._jobs: Jobs = queue.SimpleQueue()  # which may be used where a garbage collector interrupts
         self._numbers = itertools.count()
         self._fate = fate or Fate()
         self._thread = threading.Thread(target=_work_through, args=(self._jobs,), name=name, daemon=True)
@@ -65,16 +67,32 @@ class Worker:
         return answer
 
     def stop(self) -> None:
-        """Ends the thread, at the latest when the program ends; one that waits for a silent peer is left behind."""
-        self._jobs.put((math.inf, next(self._numbers), None))
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=1.0)
+        stop_all([self])
 
 
-Jobs = queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]]
+def stop_all(workers: Sequence[Worker]) -> None:
+    """Ends threads, at the latest when the program ends; one that waits for a silent peer is left behind."""
+    for worker in workers:
+        worker._jobs.put((math.inf, next(worker._numbers), None))
+    deadline = time.monotonic() + 1.0
+    for worker in workers:
+        if worker._thread is not threading.current_thread():
+            worker._thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+Job = tuple[float, int, Callable[[], None] | None]
+Jobs = queue.SimpleQueue[Job]
 
 
 def _work_through(jobs: Jobs) -> None:
-    while (job := jobs.get()[2]) is not None:
+    waiting: list[Job] = []
+    while True:
+        if not waiting:
+            heapq.heappush(waiting, jobs.get())
+        while not jobs.empty():
+            heapq.heappush(waiting, jobs.get())
+        job = heapq.heappop(waiting)[2]
+        if job is None:
+            break
         job()
         del job  # it knows whoever gave it, who would otherwise live until the next job, or for ever
