@@ -59,6 +59,8 @@ class Kind:
     bandwidths: tuple[float, ...]
     flags: tuple[str, ...]
     timed: bool = False
+    reference_steps: int = 15
+    """Alone, before the run, and with real compute again after it."""
     fragment_layers: int = 3
     reduction: Reduction = "auto"
 
@@ -85,6 +87,7 @@ COMPUTE = Kind(
     sync_every=40,
     overlap=20,
     bandwidths=(8e6, 20e6, 50e6, 200e6),
+    reference_steps=60,
     flags=(
         "--model",
         "small",

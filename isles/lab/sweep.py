@@ -26,7 +26,6 @@ from isles.plan.quantities import format_bandwidth
 from isles.view import units
 
 RESULTS, TABLE, FIGURE = "results.jsonl", "table.md", "utilisation.png"
-REFERENCE_STEPS = 15
 TIMEOUT_SECONDS = 900.0
 STOLEN = 0.05
 ATTEMPTS = 3
@@ -88,7 +87,7 @@ def _run(folder: Path, cell: Cell, say: Callable[[str], None]) -> Record:
         folder=folder / "cell",
         islands=cell.kind.islands,
         bandwidth=cell.bandwidth,
-        reference_steps=REFERENCE_STEPS,
+        reference_steps=cell.kind.reference_steps,
         reference_twice=not cell.kind.timed,
         timeout_seconds=TIMEOUT_SECONDS,
     )
