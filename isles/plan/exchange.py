@@ -90,8 +90,8 @@ def fragment_round(
         piece = forms.piece_numel(shard, islands, chosen)
         hops = 2
         # Parts of a piece are averaged while others are on the link; the last one cannot be.
-        parts = forms.parts(piece, chosen)
-        last = parts[-1].numel if parts else 0
+        starts = forms.part_starts(piece, chosen)
+        last = piece - starts[-1] * chosen.block if starts else 0
         averaging = islands / coding.decode_per_second + 1 / coding.encode_per_second + 1 / coding.seal_per_second
         hidden, talk = (piece - last) * averaging, last * averaging
         sealed, after = islands * piece, islands * piece / coding.decode_per_second

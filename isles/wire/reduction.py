@@ -83,15 +83,21 @@ def parts(piece_numel: int, codec: Codec) -> list[Part]:
     >>> parts(64, codecs["fp32"])
     [Part(encoded=slice(0, 256, None), values=slice(0, 64, None))]
     """
-    blocks = piece_numel // codec.block
-    # Stochastic rounding depends on where in its piece a block stands: one part.
-    most = blocks if codec.stochastic else max(1, PART_BYTES // codec.block_bytes)
+    blocks, starts = piece_numel // codec.block, part_starts(piece_numel, codec)
     found = []
-    for first in range(0, blocks, max(1, most)):
-        end = min(first + most, blocks)
+    for first in starts:
+        end = min(first + starts.step, blocks)
         encoded = slice(first * codec.block_bytes, end * codec.block_bytes)
         found.append(Part(encoded, slice(first * codec.block, end * codec.block)))
     return found
+
+
+def part_starts(piece_numel: int, codec: Codec) -> range:
+    """The first block of every part; how many there are costs nothing to know, however large the piece."""
+    blocks = piece_numel // codec.block
+    # Stochastic rounding depends on where in its piece a block stands: one part.
+    most = blocks if codec.stochastic else PART_BYTES // codec.block_bytes
+    return range(0, blocks, max(1, most))
 
 
 def split(body: Tensor, numel: int, islands: int, codec: Codec) -> Tensor:
@@ -147,5 +153,6 @@ def traffic(form: Reduction, islands: int, payload: Payload) -> int:
     """Bytes that one island sends for a round, and receives, headers and checksums included."""
     if form == "all-gather":
         return (islands - 1) * (HEADER_BYTES + payload.num_bytes)
-    pieces = parts(piece_numel(payload.numel, islands, payload.codec), payload.codec)
-    return (islands - 1) * (HEADER_BYTES + 2 * sum(part.num_bytes + CHECKSUM.size for part in pieces))
+    numel = piece_numel(payload.numel, islands, payload.codec)
+    checksums = CHECKSUM.size * len(part_starts(numel, payload.codec))
+    return (islands - 1) * (HEADER_BYTES + 2 * (payload.codec.num_bytes(numel) + checksums))
