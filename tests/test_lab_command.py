@@ -13,6 +13,8 @@ import sys
 import pytest
 
 from isles.cli import main
+from isles.lab import turns
+from isles.view import events
 from tests import lab_networks
 from tests.lab_networks import alive
 
@@ -49,6 +51,30 @@ def test_a_run_is_measured_counted_and_predicted(tmp_path, monkeypatch, capsys):
     assert record["step_seconds"] > 0.2 * record["wall_seconds"] / record["steps"]
     assert "verified: the links carry" in printed.err
     assert "utilisation" in printed.out
+
+
+@pytest.mark.timeout(900)  # as above
+def test_a_run_in_turns_with_its_reference_is_the_same_run(tmp_path, monkeypatch, capsys):
+    """Stopped again and again: nothing is lost, and no byte is sent twice."""
+    monkeypatch.setenv("ISLES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(turns, "RUN_SECONDS", 0.5)
+    monkeypatch.setattr(turns, "ALONE_SECONDS", 0.5)
+    method = ["--method", "streaming", "--sync-every", "20", "--overlap", "10", "--steps", "400"]
+    folder = tmp_path / "lab"
+    arguments = ["--islands", "2", "--bandwidth", "8Mbit", "--reference-steps", "10", "--run", str(folder)]
+    assert main(["lab", *arguments, "--reference-turns", "--json", "--", *TINY, *method]) == 0
+    record = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert record["paused_seconds"] > 0.5
+    assert record["steps"] == 400
+    assert record["bytes_sent"] == record["planned_bytes_sent"]
+    assert 1.0 < record["kernel_bytes"] / record["bytes_sent"] < 1.05
+    assert 0 < record["steady_utilization"] < 1.5, "a share, and the noise of a busy machine"
+    assert len(record["reference_step_seconds_each"]) >= 2
+    logged = [event for event in events.read(folder / "run") if event["event"] == "step" and event["island"] == 0]
+    wall = logged[-1]["time"] - logged[0]["time"] + logged[0]["seconds"]
+    assert record["wall_seconds"] < wall, "pauses do not count"
+    assert main(["train", *TINY, *method, "--islands", "2", "--run", str(tmp_path / "undisturbed"), "--json"]) == 0
+    assert record["val_loss"] == json.loads(capsys.readouterr().out.strip().splitlines()[-1])["val_loss"]
 
 
 def test_any_command_runs_on_every_island(tmp_path, capfd):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from isles.core.method import Method
-from isles.lab import figures, nodes, prediction, programs, reference
+from isles.lab import figures, nodes, prediction, programs, reference, run, turns
 from isles.lab.network import Counters
+from isles.lab.reference import Turn
 from isles.train.config import TrainConfig
 
 FOLDER = Path("somewhere")
@@ -22,6 +23,7 @@ def step(island, number, time, seconds=1.0, wait=0.0, sent=0):
         "time": time,
         "seconds": seconds,
         "wait_seconds": wait,
+        "engine_seconds": wait,
         "bytes_sent": sent,
     }
 
@@ -37,7 +39,7 @@ LOG = [
     step(0, 2, 13.0, seconds=2.0, wait=1.0, sent=400),
     step(1, 2, 15.0, seconds=4.0, wait=3.0, sent=500),
     {"event": "apply", "island": 1, "time": 15.5},
-    {"event": "end", "time": 16.0, "bytes_sent": 900, "val_loss": 2.0, "compute_utilization": 0.5},
+    {"event": "end", "time": 16.0, "bytes_sent": 900, "val_loss": 2.0},
 ]
 SAMPLES = [(time, counters(100 * index)) for index, time in enumerate((8.0, 8.9, 12.0, 15.9, 16.2, 20.0))]
 
@@ -51,7 +53,7 @@ def test_figures_of_a_run():
     assert found["drain_seconds"] == pytest.approx(0.5)
     assert found["bytes_sent"] == 900
     assert found["bytes_sent_by_island"] == [400, 500]
-    assert found["event_log_utilization"] == 0.5
+    assert found["event_log_utilization"] == pytest.approx(1 - 4 / 8), "four of all eight seconds of steps"
     assert found["val_loss"] == 2.0
 
 
@@ -93,16 +95,92 @@ def test_a_run_without_steps_is_told():
         figures.loops([event for event in LOG if event.get("island") == 0], 2)
 
 
-def test_the_reference_counts_steps_while_all_islands_work():
-    early = [step(0, number, float(number)) for number in range(1, 10)]
-    late = [step(1, number, 5.0 + number, seconds=0.9) for number in range(1, 10)]
-    first, second = reference._while_all_worked([early, late])
-    begin = late[reference.WARM_UP_STEPS]["time"] - 0.9
-    assert [event["time"] for event in first] == [event["time"] for event in early if event["time"] - 1 >= begin]
-    assert first
-    assert second
-    assert all(event["time"] <= 9.0 for event in second)
-    assert reference._while_all_worked([early, late[:2]]) == [[], []], "warming up does not count"
+# ---- the reference, in turns with the run
+
+
+def test_a_step_of_the_reference_counts_if_it_lies_in_a_turn():
+    """Steps of one second; stopped after 3.5 s for 10 s, in the midst of the fourth."""
+    ends = [1.0, 2.0, 3.0, 14.0, 15.0, 16.0]
+    steps = [step(0, n, end, seconds=end - begin) for n, (begin, end) in enumerate(itertools.pairwise([0.0, *ends]), 1)]
+    numbers = [
+        [event["step"] for event in reference.steps_within(steps, turn)] for turn in (Turn(0.5, 3.5), Turn(13.5, 15.9))
+    ]
+    assert numbers == [[2, 3], [5]], "whatever was cut by the begin or the end of a turn is in none"
+
+
+def test_a_run_that_was_stopped_has_the_figures_of_one_that_was_not():
+    """Stopped before the loop, within a step of both islands, twice within one, and after the loop."""
+    pauses = [Turn(9.5, 19.5), Turn(22.5, 23.5), Turn(24.0, 26.0), Turn(29.0, 29.5)]
+
+    def stopped(when):
+        """When something happens that would have happened at a time."""
+        for pause in pauses:
+            when += pause.seconds * (pause.begin <= when)
+        return when
+
+    def event(each):
+        end = stopped(each["time"])
+        return {**each, "time": end} | (
+            {"seconds": end - stopped(each["time"] - each["seconds"])} if each["event"] == "step" else {}
+        )
+
+    log, samples = [event(each) for each in LOG], [(stopped(when), counted) for when, counted in SAMPLES]
+    assert log != LOG
+    healed = [(turns.running(when, pauses), counted) for when, counted in samples]
+    found = figures.of_run(turns.without_pauses(log, pauses), healed, [1.0, 1.5])
+    for name, value in figures.of_run(LOG, SAMPLES, [1.0, 1.5]).items():
+        assert found[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+    assert figures.of_run(log, samples, [1.0, 1.5])["wall_seconds"] > 1.5 * found["wall_seconds"], "as it was logged"
+
+
+def test_links_are_quiet_while_nobody_sends():
+    idle, busy = counters(100), counters(100_000)
+    assert not turns.quiet([(0.0, idle)]), "not known yet"
+    assert turns.quiet([(0.0, counters(0)), (0.1, idle), (0.2, idle), (0.3, idle)])
+    assert not turns.quiet([(0.0, idle), (0.1, idle), (0.2, busy)])
+    assert not turns.quiet([(0.0, idle), (0.1, busy), (0.2, busy)])
+    only_one = [idle[0], busy[1]]
+    assert not turns.quiet([(0.0, idle), (0.1, idle), (0.2, only_one)])
+
+
+class Reference:
+    """Islands that trained alone: what a step took in each turn, by its begin."""
+
+    def __init__(self, took):
+        self.took = dict(took)
+        self.turns = [Turn(begin, begin + 1) for begin in took]
+
+    def step_seconds(self, turn):
+        return self.took[turn.begin]
+
+    def go_on(self):
+        pass
+
+    def work(self, steps):
+        assert steps == 7
+
+    def stop(self):
+        self.turns.append(Turn(100.0, 110.0))
+        self.took[100.0] = [5.0, 6.0]
+
+
+def counted(took, in_turns=True):
+    options = run.Options(folder=FOLDER, reference_steps=7, reference_turns=in_turns)
+    steps = [step(island, n, 10.0 + n) for n in range(1, 21) for island in (0, 1)]
+    return run._references(options, Reference(took), [LOG[0], *steps], lambda line: None)
+
+
+def test_the_turns_amid_the_run_are_its_reference():
+    """Steady from 11 s, when the first step has been done, to 30 s."""
+    took = {0.0: [1.0, 1.0], 10.5: [9.0, 9.0], 12.0: [2.0, 3.0], 15.0: [2.5, 3.5], 20.0: [], 29.0: [3.0, 3.0], 29.5: []}
+    assert counted(took) == [[2.0, 3.0], [2.5, 3.5], [3.0, 3.0]]
+    assert reference.mean(counted(took)) == pytest.approx([2.5, 19 / 6])
+
+
+def test_a_run_that_could_not_be_stopped_has_a_reference_before_it_and_one_after():
+    took = {0.0: [1.0, 1.0], 12.0: [2.0, 3.0], 15.0: [2.5, 3.5]}
+    assert counted(took) == [[1.0, 1.0], [5.0, 6.0]]
+    assert counted({0.0: [1.0, 2.0]}, in_turns=False) == [[1.0, 2.0]]
 
 
 # ---- flags

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from isles.lab import Network, Shape, namespaces, transfer
+from isles.lab import Network, Shape, namespaces, nodes, transfer
+from isles.lab.nodes import Node
 from tests import lab_networks
 from tests.lab_networks import alive
 
@@ -87,7 +89,7 @@ def test_bandwidth_changes_while_programs_run():
     with Network(2, bandwidth=5e6) as network:
         fast = min(transfer.measure(network, seconds=2.0))
         network.set_bandwidth(0.5e6)
-        slow = min(transfer.measure(network, seconds=2.0))
+        slow = min(transfer.measure(network, seconds=6.0))  # a frame takes a seventh of a second
         assert fast / slow == pytest.approx(10, rel=0.3)
 
 
@@ -169,6 +171,35 @@ def test_a_crash_ends_all_programs_of_one_island_and_no_other():
         lab_networks.wait_until(lambda: not alive(marker), "its children are gone")
         assert second.poll() is None
     second.wait()
+
+
+def test_what_a_program_has_started_can_be_stopped_and_goes_on(tmp_path):
+    """As torchrun starts a training process: the one that was started on the island itself is not stopped."""
+    log = tmp_path / "ticks"
+    ticks = "while :; do echo tick; sleep 0.01; done"
+    with Network(1) as network, log.open("wb") as stream:
+        node = Node(0, network.start(0, ["sh", "-c", f"({ticks}); true"], stdout=stream), log)
+        lab_networks.wait_until(lambda: log.stat().st_size > 0, "a tick")
+        (starter,) = nodes.children(node.process.pid)
+        (worker,) = nodes.children(starter)
+        for _ in range(2):
+            node.stop()
+            lab_networks.wait_until(lambda: state(worker) == "T", "it is stopped")
+            assert state(starter) == "S", "it waits"
+            before = log.stat().st_size
+            time.sleep(0.2)
+            assert log.stat().st_size == before
+            node.go_on()
+            lab_networks.wait_until(lambda before=before: log.stat().st_size > before, "it goes on")
+        node.stop()
+        assert node.process.poll() is None
+    assert node.process.wait(timeout=60), "what is stopped ends with its island too"
+    node.stop()  # and then there is nothing to stop
+
+
+def state(pid):
+    """S: sleeping, T: stopped ... (man 5 proc)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_nothing_is_left_when_the_block_ends_with_an_exception():

@@ -4,8 +4,8 @@
     timed     four islands of 30.8M parameters whose compute is a timed sleep: more islands than cores
 
 A cell is at least two periods long, after the steps in which nothing can be due yet (a whole period with eager
-updates), and about half a minute if its method allows. Where results are due late and the link is all but full, it is
-longer: a backlog could grow for many periods before anybody waits for it.
+updates), and as long as its kind says if its method allows. Where results are due late and the link is all but full,
+it is longer: a backlog could grow for many periods before anybody waits for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from isles.plan.exchange import FRAMING
 if TYPE_CHECKING:
     from isles.wire.reduction import Reduction
 
-CELL_SECONDS = 30.0
-"""About how long the training loop of a cell takes, if its method allows."""
 FULL_LINK, LONG_PERIODS = 0.9, 24
 """From this load on a backlog is given so many periods to show itself: enough if each adds a twentieth of a period."""
 
@@ -59,8 +57,10 @@ class Kind:
     bandwidths: tuple[float, ...]
     flags: tuple[str, ...]
     timed: bool = False
+    cell_seconds: float = 30.0
+    """About how long the training loop of a cell takes, if its method allows."""
     reference_steps: int = 15
-    """Alone, before the run, and with real compute again after it."""
+    """Alone, before the run. With real compute there are more, in turns with it."""
     fragment_layers: int = 3
     reduction: Reduction = "auto"
 
@@ -87,7 +87,8 @@ COMPUTE = Kind(
     sync_every=40,
     overlap=20,
     bandwidths=(8e6, 20e6, 50e6, 200e6),
-    reference_steps=60,
+    cell_seconds=60.0,
+    reference_steps=30,
     flags=(
         "--model",
         "small",
@@ -144,8 +145,8 @@ class Cell:
         predicted = predict(kind.workload, fleet, method, reduction=kind.reduction)
         seconds = float(predicted.step_seconds)
         if method is None:
-            return max(2, min(100, int(CELL_SECONDS / seconds)))
-        periods = max(2, min(8, int(CELL_SECONDS / seconds / method.sync_every)))
+            return max(2, min(100, int(kind.cell_seconds / seconds)))
+        periods = max(2, min(8, int(kind.cell_seconds / seconds / method.sync_every)))
         load = 8 * FRAMING * predicted.bytes_per_step / seconds / self.bandwidth
         if load > FULL_LINK and 2 * method.lateness > method.sync_every:
             periods = LONG_PERIODS

@@ -3,8 +3,9 @@
     isles lab --islands 2 --bandwidth 20Mbit -- --method streaming --model mini --steps 200 --sync-every 20
     isles lab --islands 4 --bandwidth 50Mbit --timed -- --method diloco --parameters 30.8e6 --sync-every 128
     isles lab --sweep --out runs/lab-sweep
-    isles lab --bandwidth 5Mbit --command -- torchrun --nnodes {islands} --nproc-per-node 1 --rdzv-backend c10d \\
-        --rdzv-endpoint {host}:{port} --rdzv-conf is_host=$((1-{island})) --local-addr {address} train.py
+    isles lab --bandwidth 5Mbit --command -- sh -c 'torchrun --nnodes {islands} --nproc-per-node 1 \\
+        --rdzv-backend c10d --rdzv-endpoint {host}:{port} --rdzv-conf is_host=$((1 - {island})) \\
+        --local-addr {address} train.py'
 
 Linux only. As root, or without where the system allows user namespaces.
 """
@@ -53,9 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="steps of every island alone, against which utilisation is measured; 0: none (default %(default)s)",
     )
     how.add_argument(
-        "--reference-twice",
+        "--reference-turns",
         action="store_true",
-        help="before the run and after it, for a machine that others use too",
+        help="run and reference in turns of some seconds, for a machine that is not equally fast all the time",
     )
     how.add_argument(
         "--sweep", action="store_true", help="all methods at several bandwidths instead: a table and a figure"
@@ -113,7 +114,7 @@ def _options(args: argparse.Namespace) -> tuple[lab.Options, programs.Program | 
         mtu=args.mtu,
         ranks=args.nproc,
         reference_steps=args.reference_steps,
-        reference_twice=args.reference_twice,
+        reference_turns=args.reference_turns,
         timeout_seconds=parse_seconds(args.timeout, "--timeout"),
     )
     program = None

@@ -84,6 +84,18 @@ def steps_before_steady(method: Mapping[str, Any] | None, steps: int) -> int:
     return max(warm_up_steps(method), steps - last)
 
 
+def steady_time(log: Sequence[Event]) -> tuple[float, float]:
+    """From when to when all islands of a run were in the steady state."""
+    found = _steady(log)
+    return max(loop.begin for loop in found), min(loop.end for loop in found)
+
+
+def _steady(log: Sequence[Event]) -> list[Loop]:
+    config = next(event for event in log if event["event"] == "config")
+    islands, method = int(config["islands"]), config.get("method")
+    return loops(log, islands, skip=steps_before_steady(method, loops(log, islands)[0].steps))
+
+
 def utilisation(found: Sequence[Loop], reference_step_seconds: Sequence[float]) -> float:
     """The mean over islands.
 
@@ -92,6 +104,12 @@ def utilisation(found: Sequence[Loop], reference_step_seconds: Sequence[float]) 
     """
     each = [loop.steps * alone / loop.wall_seconds for loop, alone in zip(found, reference_step_seconds, strict=True)]
     return statistics.fmean(each)
+
+
+def share_outside(log: Sequence[Event]) -> float:
+    """The share of the steps' own time that was not spent in isles, waiting included."""
+    steps = [event for event in log if event["event"] == "step"]
+    return 1 - sum(event["engine_seconds"] for event in steps) / sum(event["seconds"] for event in steps)
 
 
 def between(samples: Sequence[Sample], begin: float, end: float) -> list[Counters]:
@@ -107,7 +125,7 @@ def of_run(log: Sequence[Event], samples: Sequence[Sample], reference: Sequence[
     config = next(event for event in log if event["event"] == "config")
     end = next((event for event in reversed(log) if event["event"] == "end"), {})
     found = loops(log, int(config["islands"]))
-    steady = loops(log, int(config["islands"]), skip=steps_before_steady(config.get("method"), found[0].steps))
+    steady = _steady(log)
     during = between(samples, config["time"], end.get("time", max(loop.end for loop in found)))
     sent = end.get("bytes_sent", sum(loop.bytes_sent for loop in found))
     kernel = sum(each.sent_bytes for each in during)
@@ -125,7 +143,7 @@ def of_run(log: Sequence[Event], samples: Sequence[Sample], reference: Sequence[
         "wall_seconds": wall,
         "wait_seconds": statistics.fmean(loop.wait_seconds for loop in found),
         "drain_seconds": max(loop.drain_seconds for loop in found),
-        "event_log_utilization": end.get("compute_utilization"),
+        "event_log_utilization": share_outside(log),
         "late_seconds_per_step": end.get("late_seconds_per_step"),
         "bytes_sent": sent,
         "bytes_sent_by_island": [loop.bytes_sent for loop in found],

@@ -2,12 +2,16 @@
 
 What an island prints goes to `node-I.log` in a folder of the run. `wait` returns when all have ended; when one has
 failed, the others get as long as the time-out says, since each of them has to notice by itself.
+
+What torchrun has started can be stopped and let go on. torchrun itself is not: it tells the others that it is alive.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +22,8 @@ from pathlib import Path
 from isles.lab.network import DEVICE, Network
 
 PORT = 29500
+PORT_ALONE = 29501
+"""Of an island that trains alone, maybe while the run is stopped."""
 
 
 @dataclass
@@ -38,6 +44,29 @@ class Node:
         own = [line for line in lines if re.match(r"isles[\w. ]*: ", line)]
         return (own or lines or ["no message"])[-1]
 
+    def stop(self) -> None:
+        """Stops the processes that torchrun has started, wherever they are, until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Lets them go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for starter in children(self.process.pid):  # nsenter has started torchrun, and torchrun the workers
+            for worker in children(starter):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, number)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started; none if it has ended."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
 
 def torchrun(
     network: Network, island: int, program: Sequence[str], *, ranks: int = 1, alone: bool = False
@@ -50,7 +79,7 @@ def torchrun(
         *("--nnodes", "1" if alone else str(len(network.islands))),
         *("--nproc-per-node", str(ranks)),
         *("--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", f"{network.address(island if alone else 0)}:{PORT}"),
+        *("--rdzv-endpoint", f"{network.address(island if alone else 0)}:{PORT_ALONE if alone else PORT}"),
         *("--rdzv-conf", f"is_host={int(alone or island == 0)}"),
         *("--rdzv-id", "isles"),
         *("--local-addr", network.address(island)),

@@ -1,14 +1,20 @@
 """The same steps without communication: what utilisation is measured against.
 
 Every island trains alone, all at the same time, on its own share of the cores, so that islands which share a machine
-are in each other's way here as in the run. A step is taken into account once all islands are at work. When each has
-done enough steps they are ended: nobody waits for an evaluation.
+are in each other's way here as in the run. They work in *turns*: from when they are let go until they are stopped. A
+step counts if it began and ended within a turn. There is a turn before the run, and there may be others in the midst
+of it, while the run is stopped (`isles.lab.turns`).
+
+The time of a step is a mean, as that of the run is: now and then a step takes longer on any machine, with
+communication or without.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from isles.lab import nodes
@@ -22,31 +28,111 @@ WARM_UP_STEPS = 2
 """The first steps allocate memory and load code."""
 
 
-def measure(network: Network, program: Program, folder: Path, *, steps: int, ranks: int = 1) -> list[float]:
-    """The median time of a step on each island. Raises OSError if they do not get that far."""
-    islands = range(len(network.islands))
-    folders = [folder / f"alone-{island}" for island in islands]
-    commands = [
-        nodes.torchrun(network, island, program.flags_of_reference(folders[island], island), ranks=ranks, alone=True)
-        for island in islands
-    ]
-    started = nodes.start(network, folder, commands)
-    try:
+@dataclass(frozen=True)
+class Turn:
+    """A time in which all islands worked, in seconds since the epoch."""
+
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def within(self, begin: float, end: float) -> bool:
+        """Whether it lies in a time."""
+        return begin <= self.begin and self.end <= end
+
+
+class Alone:
+    """Islands that train alone, when it is their turn."""
+
+    def __init__(
+        self,
+        network: Network,
+        program: Program,
+        folder: Path,
+        *,
+        ranks: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        islands = range(len(network.islands))
+        self.folders = [folder / f"alone-{island}" for island in islands]
+        commands = [
+            nodes.torchrun(network, island, program.flags_of_reference(each, island), ranks=ranks, alone=True)
+            for island, each in zip(islands, self.folders, strict=True)
+        ]
+        self.turns: list[Turn] = []
+        self._began: float | None = None
+        self._network, self._folder = network, folder
+        self._nodes = nodes.start(network, folder, commands, env)
+
+    def go_on(self) -> None:
+        """A turn begins, the first one once all islands are warm. Raises OSError if they do not get that far."""
+        if not self.turns:
+            self._began = self._when_warm()
+            return
+        for node in self._nodes:
+            node.go_on()
+        self._began = time.time()
+
+    def _when_warm(self) -> float:
         deadline = time.monotonic() + STARTING_SECONDS
-        while True:
-            common = _while_all_worked([_steps(each) for each in folders])
-            if min(len(each) for each in common) >= steps:
-                return [statistics.median(event["seconds"] for event in each) for each in common]
-            for node in started:
-                if node.process.poll() is not None:
-                    raise OSError(f"the reference failed on island {node.island}: {node.complaint()}; see {node.log}")
-            if time.monotonic() > deadline and not any(common):
-                raise OSError(f"no island began to train within {STARTING_SECONDS:g} s; see {folder}")
+        while any(len(each) <= WARM_UP_STEPS for each in self._steps()):
+            self._check()
+            if time.monotonic() > deadline:
+                raise OSError(f"no island began to train within {STARTING_SECONDS:g} s; see {self._folder}")
             time.sleep(0.2)
-    finally:
-        for node in started:
-            network.crash(node.island)
+        return max(float(each[WARM_UP_STEPS - 1]["time"]) for each in self._steps())
+
+    def work(self, steps: int) -> None:
+        """Waits until every island has done so many steps in this turn."""
+        assert self._began is not None, "it is not their turn"
+        while any(len(steps_within(each, Turn(self._began, time.time()))) < steps for each in self._steps()):
+            self._check()
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """The turn ends."""
+        assert self._began is not None, "it is not their turn"
+        self.turns.append(Turn(self._began, time.time()))
+        self._began = None
+        for node in self._nodes:
+            node.stop()
+
+    def step_seconds(self, turn: Turn) -> list[float]:
+        """What a step took on each island in a turn; nothing if it was too short for a step on one of them."""
+        found = [steps_within(each, turn) for each in self._steps()]
+        return [statistics.fmean(event["seconds"] for event in each) for each in found] if all(found) else []
+
+    def _steps(self) -> list[list[Event]]:
+        """What each island has done so far."""
+        return [_steps(folder) for folder in self.folders]
+
+    def _check(self) -> None:
+        for node in self._nodes:
+            if node.process.poll() is not None:
+                raise OSError(f"the reference failed on island {node.island}: {node.complaint()}; see {node.log}")
+
+    def close(self) -> None:
+        """Ends them, and whatever else runs on the islands: nobody waits for an evaluation."""
+        for node in self._nodes:
+            self._network.crash(node.island)
             node.process.wait()
+
+
+def steps_within(steps: Sequence[Event], turn: Turn) -> list[Event]:
+    """The steps that began and ended in a turn: one in which the island was stopped is in none."""
+    return [step for step in steps if turn.begin <= step["time"] - step["seconds"] and step["time"] <= turn.end]
+
+
+def mean(turns: Sequence[Sequence[float]]) -> list[float]:
+    """What a step took on each island, every turn counting alike.
+
+    >>> mean([[1.0, 2.0], [3.0, 2.0]])
+    [2.0, 2.0]
+    """
+    return [statistics.fmean(island) for island in zip(*turns, strict=True)]
 
 
 def _steps(folder: Path) -> list[Event]:
@@ -54,13 +140,3 @@ def _steps(folder: Path) -> list[Event]:
         return [event for event in events.read(folder) if event["event"] == "step"]
     except ValueError:
         return []  # not yet
-
-
-def _while_all_worked(found: list[list[Event]]) -> list[list[Event]]:
-    """The steps of each island that began and ended while all were at work."""
-    warm = [each[WARM_UP_STEPS:] for each in found]
-    if not all(warm):
-        return [[] for _ in found]
-    begin = max(each[0]["time"] - each[0]["seconds"] for each in warm)
-    end = min(each[-1]["time"] for each in warm)
-    return [[e for e in each if e["time"] - e["seconds"] >= begin and e["time"] <= end] for each in warm]

@@ -3,7 +3,8 @@
     build      namespaces, bridge, shaped links
     verify     a transfer from every island to the next one, at the same time
     reference  every island trains alone for a few steps
-    run        torchrun on every island; the kernel's counters are read along the way
+    run        torchrun on every island; the kernel's counters are read along the way. The reference may go on in turns
+               with it
     predict    the planner, with the step time and the bandwidth that were measured
 
 All files are in one folder: `run/` is the run itself, as `isles train` leaves it, `node-I.log` what each island
@@ -25,15 +26,20 @@ import isles
 from isles.lab import figures, nodes, prediction, reference, transfer
 from isles.lab.network import DEVICE, Network, check_islands
 from isles.lab.programs import Program
+from isles.lab.reference import Alone, Turn
 from isles.lab.shaping import Shape
+from isles.lab.turns import ENVIRONMENT, Turns, running, without_pauses
 from isles.plan.quantities import format_bandwidth
 from isles.train.config import TrainConfig
 from isles.train.launch import watching
 from isles.view import events, units
+from isles.view.events import Event
 
 RECORD = "lab.json"
 GRACE_SECONDS = 20.0
 """How long after its time-out an island may need to say that it has lost the others."""
+LEAST_TURNS = 3
+"""Of the reference in the midst of a run. With fewer, what was before it and what comes after it count."""
 
 Say = Callable[[str], None]
 
@@ -53,8 +59,8 @@ class Options:
     """Processes on each island."""
     reference_steps: int = 20
     """0: no reference, and then neither utilisation nor prediction."""
-    reference_twice: bool = False
-    """Before the run and after it: what else keeps the machine busy may change meanwhile."""
+    reference_turns: bool = False
+    """In turns with the run, for a machine that is not equally fast all the time."""
     timeout_seconds: float = 3600.0
     """How long the run may take."""
 
@@ -85,32 +91,79 @@ def claim(folder: Path, *, overwrite: bool, resume: bool = False) -> None:
 
 def run(options: Options, program: Program, say: Say) -> dict[str, Any]:
     """A program of isles on the islands: the record, with all that was measured and predicted."""
-    folder = options.folder
-    references: list[list[float]] = []
+    folder, alone = options.folder, None
     with options.network() as network:
         record = _described(options, network, say)
         if options.reference_steps:
-            references.append(_reference(options, network, program, "reference", say))
-        flags = program.flags_of_run(folder / "run")
-        commands = [nodes.torchrun(network, island, flags, ranks=options.ranks) for island in range(options.islands)]
-        say(f"running on {options.islands} islands: {program.name} {' '.join(program.arguments)}")
-        begin = _processor_ticks()
-        with watching(TrainConfig(run=str(folder / "run"), steps=program.config.steps)):
-            samples = _run_to_the_end(network, options, commands, program.config.timeout_seconds)
-        record["cpu_stolen"] = _stolen(begin, _processor_ticks())
-        if options.reference_steps and options.reference_twice:
-            references.append(_reference(options, network, program, "reference-after", say))
-    alone = [min(each) for each in zip(*references, strict=True)]  # whatever else runs on a machine makes steps longer
-    record["reference_step_seconds_each"] = references
-    log = events.read(folder / "run")
+            env = ENVIRONMENT if options.reference_turns else None
+            alone = Alone(network, program, folder / "reference", ranks=options.ranks, env=env)
+            _take_a_turn(alone, options, say)
+            if not options.reference_turns:
+                alone.close()
+        ran = _run(options, network, program, alone if options.reference_turns else None, say)
+        log = events.read(folder / "run")
+        references = _references(options, alone, log, say) if alone else []
+    log = without_pauses(log, ran.pauses)
     record |= {"program": program.name, "flags": list(program.arguments), "run_dir": str(folder / "run")}
-    record |= figures.of_run(log, samples, alone or None)
+    record |= {"cpu_stolen": ran.cpu_stolen, "paused_seconds": sum(pause.seconds for pause in ran.pauses)}
+    step_seconds = reference.mean(references)
+    record |= {"reference_step_seconds_each": references}
+    record |= figures.of_run(log, ran.samples, step_seconds or None)
     config = next(event for event in log if event["event"] == "config")
     record |= {"knobs": config["method"], "layers": config["layers"], "fragments": config["fragments"]}
-    if alone and record["bandwidth_measured_by_island"]:
+    if step_seconds and record["bandwidth_measured_by_island"]:
         rates = record["bandwidth_measured_by_island"]
-        record |= prediction.predicted(config, alone, rates, latency_seconds=options.latency, ranks=options.ranks)
+        record |= prediction.predicted(
+            config, step_seconds, rates, latency_seconds=options.latency, ranks=options.ranks
+        )
     return _written(folder, record)
+
+
+def _take_a_turn(alone: Alone, options: Options, say: Say) -> None:
+    """The reference, while nothing else runs."""
+    say(f"reference: every island alone, {options.reference_steps} steps")
+    alone.go_on()
+    alone.work(options.reference_steps)
+    alone.stop()
+    say(f"reference: {', '.join(f'{1e3 * each:.4g}' for each in alone.step_seconds(alone.turns[-1]))} ms a step")
+
+
+def _references(options: Options, alone: Alone, log: list[Event], say: Say) -> list[list[float]]:
+    """What a step takes on each island, in each of the turns that count: those of the steady part of the run if there
+    were enough, or else the one before the run and, if it is to be in turns, one more after it.
+    """
+    amid = [alone.step_seconds(turn) for turn in alone.turns if turn.within(*figures.steady_time(log))]
+    amid = [each for each in amid if each]
+    if len(amid) >= LEAST_TURNS:
+        return amid
+    before = alone.step_seconds(alone.turns[0])
+    if not options.reference_turns:
+        return [before]
+    _take_a_turn(alone, options, say)
+    return [before, alone.step_seconds(alone.turns[-1])]
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A run that has ended well."""
+
+    samples: list[figures.Sample]
+    """By the run's own clock, which stands still in pauses."""
+    pauses: list[Turn]
+    cpu_stolen: float
+
+
+def _run(options: Options, network: Network, program: Program, alone: Alone | None, say: Say) -> _Ran:
+    """The run, in turns with its reference if that is given."""
+    folder = options.folder / "run"
+    flags = program.flags_of_run(folder)
+    commands = [nodes.torchrun(network, island, flags, ranks=options.ranks) for island in range(options.islands)]
+    say(f"running on {options.islands} islands: {program.name} {' '.join(program.arguments)}")
+    begin = _processor_ticks()
+    with watching(TrainConfig(run=str(folder), steps=program.config.steps)):
+        samples, pauses = _run_to_the_end(network, options, commands, program.config.timeout_seconds, alone)
+    samples = [(running(when, pauses), counted) for when, counted in samples]
+    return _Ran(samples, pauses, _stolen(begin, _processor_ticks()))
 
 
 def _processor_ticks() -> list[int]:
@@ -128,14 +181,6 @@ def _stolen(begin: list[int], end: list[int]) -> float:
     return spent[7] / max(1, sum(spent[:8]))
 
 
-def _reference(options: Options, network: Network, program: Program, name: str, say: Say) -> list[float]:
-    say(f"reference: every island alone, {options.reference_steps} steps")
-    folder = options.folder / name
-    alone = reference.measure(network, program, folder, steps=options.reference_steps, ranks=options.ranks)
-    say(f"reference: {', '.join(f'{1e3 * each:.4g}' for each in alone)} ms a step")
-    return alone
-
-
 def run_command(options: Options, command: Sequence[str], say: Say) -> dict[str, Any]:
     """Any command on every island; {island}, {islands}, {address}, {host}, {port}, {interface} stand for what they
     say, {host} for the address of island 0.
@@ -145,7 +190,7 @@ def run_command(options: Options, command: Sequence[str], say: Say) -> dict[str,
         commands = [[_filled(word, network, island) for word in command] for island in range(options.islands)]
         say(f"running on {options.islands} islands: {' '.join(command)}")
         begin = time.monotonic()
-        samples = _run_to_the_end(network, options, commands, GRACE_SECONDS)
+        samples, _ = _run_to_the_end(network, options, commands, GRACE_SECONDS)
         counted = figures.between(samples, 0.0, float("inf"))
     record |= {
         "command": list(command),
@@ -181,18 +226,31 @@ def _described(options: Options, network: Network, say: Say) -> dict[str, Any]:
 
 
 def _run_to_the_end(
-    network: Network, options: Options, commands: Sequence[Sequence[str]], patience_seconds: float
-) -> list[figures.Sample]:
-    """Runs a command on each island; what the kernel counted meanwhile. Ends the program if one of them fails."""
+    network: Network,
+    options: Options,
+    commands: Sequence[Sequence[str]],
+    patience_seconds: float,
+    alone: Alone | None = None,
+) -> tuple[list[figures.Sample], list[Turn]]:
+    """Runs a command on each island; what the kernel counted meanwhile, and when it was stopped for the reference's
+    turns. Ends the program if one of them fails.
+    """
     samples: list[figures.Sample] = []
 
     def sample() -> None:
         samples.append((time.time(), [network.counters(island) for island in range(options.islands)]))
 
     sample()
-    started = nodes.start(network, options.folder, commands)
+    started = nodes.start(network, options.folder, commands, ENVIRONMENT if alone else None)
+    turns = Turns(started, alone, options.folder / "run") if alone else None
+
+    def tick() -> None:
+        sample()
+        if turns:
+            turns.tick(samples)
+
     codes = nodes.wait(
-        started, seconds=options.timeout_seconds, grace_seconds=patience_seconds + GRACE_SECONDS, tick=sample
+        started, seconds=options.timeout_seconds, grace_seconds=patience_seconds + GRACE_SECONDS, tick=tick
     )
     sample()
     if any(codes):
@@ -203,7 +261,7 @@ def _run_to_the_end(
             f"isles lab: the run did not end within {units.duration(options.timeout_seconds)}: give it a longer "
             f"--timeout, or fewer steps (all that was said: {options.folder}/node-*.log)"
         )
-    return samples
+    return samples, turns.pauses if turns else []
 
 
 def _filled(word: str, network: Network, island: int) -> str:

@@ -88,7 +88,7 @@ def _run(folder: Path, cell: Cell, say: Callable[[str], None]) -> Record:
         islands=cell.kind.islands,
         bandwidth=cell.bandwidth,
         reference_steps=cell.kind.reference_steps,
-        reference_twice=not cell.kind.timed,
+        reference_turns=not cell.kind.timed,
         timeout_seconds=TIMEOUT_SECONDS,
     )
     program = (
