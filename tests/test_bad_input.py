@@ -228,6 +228,20 @@ def test_frozen_parameters_must_be_the_same_too():
         isles.run_local(island, 2)
 
 
+# ---- the world
+
+
+def test_processes_that_torchrun_has_started_and_nobody_has_joined_are_told(monkeypatch):
+    """Each would train alone, and nobody would notice."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "isles", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"started 2 processes.*init_process_group\(\)"):
+        start()
+    start(world=isles.LocalWorld.alone()).close()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    start().close()
+
+
 # ---- run_local
 
 

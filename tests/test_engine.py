@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import isles
+from isles.core import agreement
 from tests.reference import Tower, same, toy_backward, weights_of
 
 torch.set_num_threads(1)
@@ -51,6 +52,25 @@ def test_buffers_become_the_mean_at_the_end():
         assert torch.equal(final_0[name], final_1[name])
     assert (final_0["norm.num_batches_tracked"], final_1["norm.num_batches_tracked"]) == (5, 5)
     assert (float(final_0["scratch"].max()), float(final_1["scratch"].max())) == (0.0, 1.0)
+
+
+def test_large_buffers_go_in_parts(monkeypatch):
+    """As those of a frozen model of many int8 weights."""
+    monkeypatch.setattr(agreement, "BUFFER_BYTES", 300)
+
+    def island(world):
+        model = Tower(2)
+        model.register_buffer("frozen", torch.arange(1000, dtype=torch.int16) * (1 + world.rank))
+        model.register_buffer("mask", torch.arange(7) % 2 == world.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with isles.DiLoCo(model, optimizer, isles.Method.diloco(), world=world):
+            toy_backward(model, world.rank, 1)
+            optimizer.step()
+        return model.frozen, model.mask
+
+    for frozen, mask in isles.run_local(island, 3):
+        assert torch.equal(frozen, torch.arange(1000, dtype=torch.int16))
+        assert torch.equal(mask, torch.arange(7) % 2 == 0)
 
 
 def test_sync_initial_gives_everybody_what_island_0_has():
@@ -125,6 +145,36 @@ def test_an_exception_in_the_block_removes_the_hook_and_stops_the_others():
         isles.run_local(island, 3)
     for optimizer in optimizers.values():
         assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("cut", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_step_that_was_cut_short_is_not_forgotten(cut):
+    """A Ctrl-C while a round is applied, in a notebook whose user goes on: others have applied it."""
+    model = Tower(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    armed = []
+
+    def interrupted(event):
+        if armed and event.kind == "apply":
+            raise cut
+
+    diloco = isles.DiLoCo(model, optimizer, isles.Method.diloco(sync_every=2), on_event=interrupted)
+    for step in (1, 2):
+        toy_backward(model, 0, step)
+        optimizer.step()
+    saved = diloco.state_dict()
+    armed.append(True)
+    optimizer.step()
+    with pytest.raises(cut):
+        optimizer.step()
+    for again in (optimizer.step, diloco.finish, diloco.state_dict):
+        with pytest.raises(RuntimeError, match=f"step 4 was cut short by {cut.__name__}.*restart all islands"):
+            again()
+    armed.clear()
+    diloco.load_state_dict(saved)
+    optimizer.step()
+    diloco.finish()
+    diloco.close()
 
 
 def test_after_the_block_the_optimizer_is_the_users_again():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import isles
+from isles.wire import mail
 from isles.wire.world import Payload
 from tests import processes
 
@@ -158,6 +159,36 @@ def test_a_process_killed_within_a_round(form, letter, tmp_path):
         assert not outcomes[rank].error, outcomes[rank].trace
         for where, outcome in zip(("this round", "the next round", "gather"), outcomes[rank].value, strict=True):
             check_left(outcome, where)
+
+
+def die_within_a_letter(rank):
+    """Island 1 dies when a large letter has begun to go: gloo does not tell whoever waits for the rest of it."""
+    mail.ASK_SECONDS, mail.SLICE_BYTES = 1.0, 1 << 30
+    world = isles.TorchWorld(timeout=LONG, reduction="all-gather")
+    world.start(payload()).wait()
+    if rank == 1:
+        isend = dist.isend
+
+        def fatal(*arguments, tag, **more):
+            begun = isend(*arguments, tag=tag, **more)
+            if tag == mail.Kind.BODY:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return begun
+
+        dist.isend = fatal
+    codec = isles.codecs["fp32"]
+    large = Payload(0, 2, codec, 1 << 26, 1.0, codec.encode(torch.ones(1 << 26)))
+    first = after(world.start(large).wait)
+    return first, after(world.start(payload(round=3)).wait), after(lambda: world.gather(b"hello"))
+
+
+def test_a_process_killed_within_a_letter(tmp_path):
+    survivor, killed = processes.run(die_within_a_letter, 2, tmp_path)
+    assert killed.exit_code == -signal.SIGKILL
+    assert survivor.exit_code == 0, "it crashed or hung"
+    assert not survivor.error, survivor.trace
+    for where, outcome in zip(("this round", "the next round", "gather"), survivor.value, strict=True):
+        check_left(outcome, where)
 
 
 # ---- silent

@@ -3,7 +3,9 @@
 A thread is held at a gate until all jobs are in its queue, so that the order is not a matter of luck.
 """
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -39,10 +41,64 @@ def test_a_failure_ends_its_turn_and_all_later_ones_for_all_threads():
             earlier, same, later = (worker.do(lambda: "done", turn=turn) for turn in (4, 5, 6))
             gate.set()
             assert earlier.result(timeout=60) == "done"
-            assert same.exception(timeout=60) is later.exception(timeout=60) is failed.exception()
+            for after in (same.exception(timeout=60), later.exception(timeout=60)):
+                assert repr(after) == repr(failed.exception())
+                assert after.__cause__ is failed.exception()
     finally:
         for worker in workers:
             worker.stop()
+
+
+class Peculiar(Exception):
+    """Cannot be made again of its arguments."""
+
+    def __init__(self, here, there):
+        super().__init__(f"neither {here} nor {there}")
+
+
+@pytest.mark.parametrize("error", [OSError(5, "broken"), Peculiar("here", "there")], ids=lambda error: str(error))
+def test_an_error_that_is_raised_again_and_again_remembers_nobody(error):
+    """What a job holds would otherwise live as long as the error, and grow with every job that fails."""
+    fate = Fate()
+    fate.fail(0, error)
+    worker = Worker("test", fate)
+
+    class Large:
+        pass
+
+    held = []
+    for _ in range(10):
+        large = Large()
+        held.append(weakref.ref(large))
+        failed = worker.do(lambda large=large: large).exception(timeout=60)
+        assert str(error) in str(failed)
+        del large, failed
+    worker.stop()
+    gc.collect()
+    assert [each() for each in held] == [None] * 10
+    assert error.__traceback__ is None
+
+
+def test_nobody_waits_for_a_thread_that_has_ended():
+    worker = Worker("test")
+    assert worker.do(lambda: 1).result(timeout=60) == 1
+    worker.stop()
+    with pytest.raises(RuntimeError, match="test has ended"):
+        worker.do(lambda: 1)
+
+
+def test_a_thread_ends_when_nobody_knows_its_worker():
+    worker = Worker("test")
+    thread, gate = worker._thread, threading.Event()
+    worker.do(gate.wait)
+    last = worker.do(lambda: "done")
+    del worker
+    gc.collect()
+    assert thread.is_alive(), "it has something to do"
+    gate.set()
+    assert last.result(timeout=60) == "done"
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_what_fails_later_in_an_earlier_turn_counts():

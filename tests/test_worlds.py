@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import random
+import threading
 
 import numpy
 import pytest
@@ -158,6 +159,21 @@ def test_run_local_gives_results_in_the_order_of_ranks():
             isles.run_local(lambda world: None, wrong)
     with pytest.raises(ValueError, match="ring"):
         isles.run_local(lambda world: None, 2, reduction="ring")
+
+
+def test_islands_that_cannot_all_be_started_end(monkeypatch):
+    """The third thread of five cannot be: those that run wait for nobody, and the caller learns why."""
+    start = threading.Thread.start
+
+    def fails(thread):
+        if thread.name == "island-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        isles.run_local(lambda world: world.gather(b"here"), 5)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("island-")]
 
 
 def test_training_in_threads_is_the_same_every_time():

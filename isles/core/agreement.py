@@ -17,10 +17,12 @@ from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.core.replica import Replica
 from isles.wire.codecs import codecs
-from isles.wire.message import checksum
+from isles.wire.message import bytes_of, checksum, tensor_of
 from isles.wire.packing import is_finite
 from isles.wire.world import MismatchError, Payload, World
 
+BUFFER_BYTES = 1 << 26
+"""So much of the buffers that are island 0's goes at once."""
 logger = logging.getLogger("isles")
 
 
@@ -120,7 +122,8 @@ def average_buffers(world: World, weight: float, replica: Replica) -> None:
             buffer.copy_(part.view(buffer.shape))
     if others:
         raw = torch.cat([buffer.reshape(-1).contiguous().view(torch.uint8).cpu() for buffer in others])
-        chief = torch.tensor(list(world.gather(bytes(raw.tolist()))[0]), dtype=torch.uint8)
+        parts = raw.split(BUFFER_BYTES) if world.rank == 0 else [raw[:0]] * -(-raw.numel() // BUFFER_BYTES)
+        chief = torch.cat([tensor_of(world.gather(bytes_of(part))[0]) for part in parts])
         for buffer, part in zip(others, chief.split([buffer.nbytes for buffer in others]), strict=True):
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 

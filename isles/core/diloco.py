@@ -52,7 +52,7 @@ from isles.wire.fused import warm_up
 from isles.wire.island import Island, reshard
 from isles.wire.memory import remember
 from isles.wire.packing import is_finite
-from isles.wire.world import Handle, Payload, World, default_world
+from isles.wire.world import Handle, LostPeerError, MismatchError, Payload, World, default_world
 
 logger = logging.getLogger("isles")
 T = TypeVar("T")
@@ -119,6 +119,7 @@ class DiLoCo:
         )
         warm_up({self._codec.kernels, fused_outer.GROUP})
         self._resumed = False
+        self._cut_short = ""
         self._showing_global = False
         self._closed = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
@@ -137,6 +138,10 @@ class DiLoCo:
                 "optimizer.step() inside global_model(): the model holds the global weights there, train outside"
             )
         self._check_resumed()
+        self._in_one_go(self._exchange)
+
+    def _exchange(self) -> None:
+        """What is due after this step."""
         self.step_count += 1
         for due in self.schedule.sends(self.step_count):
             if not self.fragments[due.fragment].is_empty:
@@ -150,8 +155,28 @@ class DiLoCo:
             due_then = (*self.schedule.sends(coming), *self.schedule.applies(coming))
             self._shelf.prefetch(due.fragment for due in due_then)
 
+    def _in_one_go(self, exchange: Callable[[], None]) -> None:
+        """A Ctrl-C in the midst of an exchange leaves an island that has done a part of what the others do. It must not
+        go on as if nothing had happened. (A world that has failed says so itself, again and again.)
+        """
+        try:
+            exchange()
+        except (LostPeerError, MismatchError):
+            raise
+        except BaseException as error:
+            self._cut_short = type(error).__name__
+            raise
+
+    def _check_whole(self) -> None:
+        if self._cut_short:
+            raise RuntimeError(
+                f"step {self.step_count} was cut short by {self._cut_short}, and this island may no longer agree with "
+                "the others: restart all islands from their last checkpoint"
+            )
+
     def _check_resumed(self) -> None:
         """Before anything is exchanged after `load_state_dict`: have all islands loaded the same?"""
+        self._check_whole()
         if self._resumed:
             agreement.after_resume(self.world, self._shares_anchors(), self.step_count, self._anchors())
             self._resumed = False
@@ -337,6 +362,9 @@ class DiLoCo:
         if self._showing_global:
             raise RuntimeError("finish() inside global_model(): leave it first")
         self._check_resumed()
+        self._in_one_go(self._finish)
+
+    def _finish(self) -> None:
         for index, state in enumerate(self._states):
             for number in list(state.rounds):
                 self._outer_step(Due(index, number))
@@ -378,6 +406,7 @@ class DiLoCo:
             raise RuntimeError(
                 "state_dict() inside global_model(): the model holds the global weights there, save outside"
             )
+        self._check_whole()
         self._shelf.settle()
         about = {
             "version": 1,
@@ -417,7 +446,7 @@ class DiLoCo:
         self._link.stats = self.stats
         self.step_count = about["step"]
         self._total_weight = about["total_weight"]
-        self._resumed = True
+        self._resumed, self._cut_short = True, ""
 
     @contextmanager
     def _unhooked(self) -> Iterator[None]:

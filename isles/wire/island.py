@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isles.wire.message import bytes_of, tensor_of
 from isles.wire.world import MismatchError
 
 
@@ -165,8 +166,8 @@ def _gather(note: dict[str, Any], size: int, group: Any) -> list[dict[str, Any]]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
     longest = max(int(length) for length in lengths)
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(rows, torch.tensor(list(text.ljust(longest)), dtype=torch.uint8), group=group)
-    return [json.loads(bytes(row.tolist())) for row in rows]
+    dist.all_gather(rows, tensor_of(text.ljust(longest)), group=group)
+    return [json.loads(bytes_of(row)) for row in rows]
 
 
 def _place_of(parameter: Tensor) -> list[list[int]] | None:

@@ -58,14 +58,17 @@ def run_local(fn: Callable[[LocalWorld], T], islands: int, *, reduction: reducti
             table.end(rank)
 
     threads = [threading.Thread(target=island, args=(rank,), name=f"island-{rank}") for rank in range(islands)]
-    for thread in threads:
-        thread.start()
     try:
         for thread in threads:
-            thread.join()
-    except BaseException as error:  # Ctrl-C: the islands end at their next exchange, then it goes on its way
-        table.fail(None, error)
+            thread.start()
         for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C, or no more threads: islands end at their next exchange, then it goes on
+        table.fail(None, error)
+        begun = [thread for thread in threads if thread.ident is not None]
+        for rank in range(len(begun), islands):
+            table.end(rank)
+        for thread in begun:
             thread.join()
     caller.restore()
     if table.failure is not None:
@@ -149,7 +152,8 @@ class _Table:
     def end(self, rank: int) -> None:
         with self._changed:
             self._running.discard(rank)
-            self._hand_over(rank)
+            if self._turn == rank:
+                self._hand_over(rank)
 
     def fail(self, rank: int | None, error: BaseException) -> None:
         with self._changed:

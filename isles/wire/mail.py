@@ -11,6 +11,10 @@ the sender stands still meanwhile. So here
 - long letters go in slices, a slice to each island in turn: the time-out is about silence, not about how long a large
   letter takes on a slow link.
 
+When a connection breaks, gloo tells those who wait for a letter of which nothing has come yet. Of a letter that was cut
+off in the middle it says nothing until the time-out, and on a full link there always is one. So whoever waits long
+asks now and then whether all connections are there (`result_of`).
+
 `docs/log.md` has what this is worth.
 """
 
@@ -18,9 +22,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,6 +34,14 @@ from isles.wire.world import LostPeerError
 
 SLICE_BYTES = 1 << 20
 """At most this much goes at once."""
+ASK_SECONDS = 10.0
+"""So long is waited before connections are looked at."""
+R = TypeVar("R")
+_under_way: set[Any] = set()
+"""Letters that have not arrived. If gloo's side of one went away before, what comes for it would stay in the
+connection, with all that is behind it, and gloo would try to read it again and again. So after a failure they stay for
+ever.
+"""
 
 
 class Kind(enum.IntEnum):
@@ -38,6 +51,8 @@ class Kind(enum.IntEnum):
     BODY = 2
     MEAN = 3
     NOTE = 4
+    NONE = 5
+    """Never sent."""
 
 
 class Mail:
@@ -49,10 +64,11 @@ class Mail:
         self.rank, self.size = group.rank(), group.size()
         self._group, self._timeout_seconds = group, timeout_seconds
         self.sender = Worker(f"isles-send-{self.rank}", fate)
+        self._num_waited = 0
 
     def expect(self, kind: Kind, into: Sequence[Tensor]) -> list[Any]:
         """Gets ready for a letter of everybody; what it returns is to be waited for."""
-        return [self._begin(dist.irecv, part, group_src=origin, tag=kind) for origin, part in self._slices(into, -1)]
+        return [self._hold(dist.irecv, part, group_src=origin, tag=kind) for origin, part in self._slices(into, -1)]
 
     def send(self, kind: Kind, letters: Sequence[Tensor], turn: int) -> list[Future[None]]:
         """Has a letter sent to everybody when its turn has come."""
@@ -60,18 +76,38 @@ class Mail:
 
     def send_at_once(self, kind: Kind, letters: Sequence[Tensor]) -> None:
         """Sends letters before those that wait for their turn, and waits until they are gone."""
-        self.wait([self._begin(dist.isend, part, group_dst=to, tag=kind) for to, part in self._slices(letters, 1)])
+        self.wait([self._hold(dist.isend, part, group_dst=to, tag=kind) for to, part in self._slices(letters, 1)])
 
     def wait(self, works: Iterable[Any]) -> None:
         try:
             for work in works:
-                if work.wait() is False:
-                    raise RuntimeError("aborted")
+                work.wait()
+                _under_way.discard(work)
+                self._num_waited += 1
         except RuntimeError as error:
             raise lost(self.rank, error, self._timeout_seconds) from error
 
+    def result_of(self, coming: Future[R]) -> R:
+        """Waits for what is made of letters. Raises LostPeerError if a connection has broken, and no letter that came
+        before can be what is waited for.
+        """
+        while True:
+            before = self._num_waited
+            if coming.done() or wait([coming], min(ASK_SECONDS, self._timeout_seconds / 4)).done:
+                return coming.result()
+            try:
+                self._look_at_connections()
+            except LostPeerError:
+                if self._num_waited == before:
+                    raise
+
+    def _look_at_connections(self) -> None:
+        """A broken one refuses a new receive. What will never be sent need not be held."""
+        for other, nothing in self._slices([torch.empty(1, dtype=torch.uint8)] * self.size, 1):
+            self._begin(dist.irecv, nothing, group_src=other, tag=Kind.NONE)
+
     def _send(self, kind: Kind, part: Tensor, to: int) -> None:
-        self.wait([self._begin(dist.isend, part, group_dst=to, tag=kind)])
+        self.wait([self._hold(dist.isend, part, group_dst=to, tag=kind)])
 
     def _slices(self, letters: Sequence[Tensor], direction: int) -> Iterator[tuple[int, Tensor]]:
         """The letters of all others in the order in which they go, a slice of each in turn, the next island in a
@@ -85,6 +121,11 @@ class Mail:
                 part = letters[other][start : start + SLICE_BYTES]
                 if part.numel():
                     yield other, part
+
+    def _hold(self, what: Callable[..., Any], part: Tensor, **more: Any) -> Any:
+        work = self._begin(what, part, **more)
+        _under_way.add(work)
+        return work
 
     def _begin(self, what: Callable[..., Any], part: Tensor, **more: Any) -> Any:
         try:

@@ -118,7 +118,7 @@ def seal(sealed: Tensor) -> None:
 
 def unseal(sealed: Tensor, what: str, reader: int) -> Tensor:
     """The piece, if it has arrived at island `reader` as it was sealed."""
-    piece, behind = sealed[: -CHECKSUM.size], bytes(sealed[-CHECKSUM.size :].tolist())
+    piece, behind = sealed[: -CHECKSUM.size], bytes_of(sealed[-CHECKSUM.size :])
     _compare(checksum(piece), CHECKSUM.unpack(behind)[0], what, reader)
     return piece
 
@@ -131,6 +131,20 @@ def checksum(body: Tensor) -> int:
     if body.numel() == 0:
         return 0
     return zlib.crc32((ctypes.c_char * body.numel()).from_address(body.data_ptr()))
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """What is in a uint8 tensor on the CPU."""
+    return tensor.numpy().tobytes()
+
+
+def tensor_of(data: bytes) -> Tensor:
+    """The same the other way round.
+
+    >>> bytes_of(tensor_of(b"isles")), bytes_of(tensor_of(b""))
+    (b'isles', b'')
+    """
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _compare(found: int, expected: int, what: str, reader: int) -> None:

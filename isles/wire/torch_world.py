@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from isles.wire import message, reduction
 from isles.wire.exchange import FORMS, Exchange
 from isles.wire.mail import Kind, Mail, lost
-from isles.wire.message import HEADER_BYTES, Header
+from isles.wire.message import HEADER_BYTES, Header, bytes_of, tensor_of
 from isles.wire.reduction import MOST_ON_THE_LINK, Reduction, check_reduction, choose
 from isles.wire.worker import Fate, Worker, stop_all
 from isles.wire.world import Mean, Payload
@@ -106,12 +106,12 @@ class TorchWorld:
             reduced = self._reducer.do(_reduce, agreed, turn=turn)
             mean = self._reader.do(self._read, agreed, reduced, turn=turn)
         mean.add_done_callback(lambda _: room.release())
-        return _Round(mean, reduction.traffic(form, self.size, payload))
+        return _Round(mean, self._mail, reduction.traffic(form, self.size, payload))
 
     def gather(self, data: bytes) -> list[bytes]:
         with self._in_order:
             notes = self._herald.do(self._gather, data, turn=next(self._turns))
-        return notes.result()
+        return self._mail.result_of(notes)
 
     # ---- in the herald's thread
 
@@ -128,24 +128,24 @@ class TorchWorld:
         return exchange, headers
 
     def _exchange_headers(self, own: Header) -> list[Header]:
-        (rows, coming), packed = self._next_headers, _tensor_of(own.pack())
+        (rows, coming), packed = self._next_headers, tensor_of(own.pack())
         self._next_headers = self._expect(Kind.HEADER, [HEADER_BYTES] * self.size)  # before anybody can have left
         self._mail.send_at_once(Kind.HEADER, [packed] * self.size)
         self._mail.wait(coming)
         rows[self.rank] = packed
-        headers = [Header.unpack(_bytes_of(row), rank) for rank, row in enumerate(rows)]
+        headers = [Header.unpack(bytes_of(row), rank) for rank, row in enumerate(rows)]
         message.agree(headers)
         return headers
 
     def _gather(self, data: bytes) -> list[bytes]:
         headers = self._exchange_headers(Header.of_note(data))
         notes, coming = self._expect(Kind.NOTE, [header.num_bytes for header in headers])
-        notes[self.rank] = _tensor_of(data)
+        notes[self.rank] = tensor_of(data)
         self._mail.send_at_once(Kind.NOTE, [notes[self.rank]] * self.size)
         self._mail.wait(coming)
         for rank, (header, note) in enumerate(zip(headers, notes, strict=True)):
             message.verify(header, note, rank, self.rank)
-        return [_bytes_of(note) for note in notes]
+        return [bytes_of(note) for note in notes]
 
     def _expect(self, kind: Kind, sizes: list[int]) -> tuple[list[Tensor], list[Any]]:
         """Gets ready for a letter of each island, of so many bytes."""
@@ -155,7 +155,7 @@ class TorchWorld:
     # ---- in the reader's thread
 
     def _read(self, agreed: Agreed, reduced: Future[None]) -> Mean:
-        """A method, so that the world and its threads live until its last round is over."""
+        """The mean of a round. (A method, so that the world and its threads live until its last round is over.)"""
         reduced.result()
         exchange, headers = agreed.result()
         weights = {rank: header.weight for rank, header in enumerate(headers) if header.weight > 0}
@@ -170,12 +170,12 @@ def _reduce(agreed: Agreed) -> None:
 class _Round:
     """A round on its way from thread to thread."""
 
-    def __init__(self, answer: Future[Mean], num_bytes: int) -> None:
-        self._answer = answer
+    def __init__(self, answer: Future[Mean], mail: Mail, num_bytes: int) -> None:
+        self._answer, self._mail = answer, mail
         self.bytes_sent = self.bytes_received = num_bytes
 
     def wait(self) -> Mean:
-        return self._answer.result()
+        return self._mail.result_of(self._answer)
 
 
 def _ranks_of(group_or_mesh: Any) -> list[int]:
@@ -195,11 +195,3 @@ def _ranks_of(group_or_mesh: Any) -> list[int]:
             f"rank {dist.get_rank()} is not in this group of ranks {ranks}: make a TorchWorld on its members only"
         )
     return ranks
-
-
-def _tensor_of(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return bytes(tensor.tolist())

@@ -7,12 +7,14 @@ what came before is brought to its end, if it can be.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -35,13 +37,22 @@ class Fate:
     def check(self, turn: float) -> None:
         """Raises what an earlier turn, or this one, failed with."""
         with self._lock:
-            if turn >= self._turn:
-                raise self._error
+            failed, error = turn >= self._turn, self._error
+        if failed:
+            raise _once_more(error) from error
+
+
+def _once_more(error: Exception) -> Exception:
+    """The same error, to be raised: it would itself remember everybody who ever raises it, and all that they hold."""
+    try:
+        return copy.copy(error)
+    except Exception:  # one that cannot be made of its arguments
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class Worker:
     """A queue of jobs and the thread that works through it. Jobs of an earlier turn go first. After a failure every
-    later job fails likewise.
+    later job fails likewise. The thread ends with `stop`, or when nobody knows its worker any more.
     """
 
     def __init__(self, name: str, fate: Fate | None = None) -> None:
@@ -50,9 +61,13 @@ class Worker:
         self._fate = fate or Fate()
         self._thread = threading.Thread(target=_work_through, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
+        self._stopped = False
+        weakref.finalize(self, self._jobs.put, END)
 
     def do(self, job: Callable[..., R], *arguments: Any, turn: float = 0) -> Future[R]:
         """Puts a job at the end of its turn's."""
+        if self._stopped:
+            raise RuntimeError(f"the thread {self._thread.name} has ended: there is nobody to do it any more")
         answer: Future[R] = Future()
 
         def run() -> None:
@@ -73,15 +88,18 @@ class Worker:
 def stop_all(workers: Sequence[Worker]) -> None:
     """Ends threads, at the latest when the program ends; one that waits for a silent peer is left behind."""
     for worker in workers:
-        worker._jobs.put((math.inf, next(worker._numbers), None))
+        worker._stopped = True
+        worker._jobs.put(END)
     deadline = time.monotonic() + 1.0
     for worker in workers:
         if worker._thread is not threading.current_thread():
             worker._thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
-Job = tuple[float, int, Callable[[], None] | None]
+Job = tuple[float, float, Callable[[], None] | None]
 Jobs = queue.SimpleQueue[Job]
+END: Job = (math.inf, math.inf, None)
+"""After all that is still to be done."""
 
 
 def _work_through(jobs: Jobs) -> None:

@@ -7,7 +7,7 @@ are.
 
     world.start(payload) -> handle        does not block; every island starts the same rounds in the same order
     handle.wait()        -> Mean          blocks; may be called again, and then answers at once
-    world.gather(data)   -> [bytes]       blocks; a few bytes from every island, for comparing notes at the start
+    world.gather(data)   -> [bytes]       blocks; bytes from every island, for comparing notes
 
 Two things can go wrong, and both are loud. `LostPeerError`: an island died, or did not answer within the time-out.
 `MismatchError`: the islands are not doing the same thing, or a payload was damaged on the way.
@@ -15,6 +15,7 @@ Two things can go wrong, and both are loud. `LostPeerError`: an island died, or 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -118,7 +119,11 @@ class Arrived:
 
 
 def default_world() -> World:
-    """Inside `run_local` the island's own; else torch.distributed's default group; without it, one island alone."""
+    """Inside `run_local` the island's own; else torch.distributed's default group; without it, one island alone.
+
+    Raises ValueError in one of several processes that torchrun has started, if they have not been joined: each would
+    train alone, and nobody would notice.
+    """
     from isles.wire.local_world import LocalWorld
 
     here = LocalWorld.current()
@@ -128,4 +133,9 @@ def default_world() -> World:
         from isles.wire.torch_world import TorchWorld
 
         return TorchWorld()
+    if dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise ValueError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes, and they are not joined: call "
+            "torch.distributed.init_process_group() first (or, for an island alone, world=isles.LocalWorld.alone())"
+        )
     return LocalWorld.alone()
