@@ -136,6 +136,7 @@ def test_a_run_says_how_long_a_step_takes(plan, tmp_path):
         "name": "demo",
         "parameters": 3_000_000,
         "layers": 6,
+        "outside_parameters": 1_200_000,
         "islands": 3,
         "tokens_per_step": 512,
     }
@@ -146,6 +147,8 @@ def test_a_run_says_how_long_a_step_takes(plan, tmp_path):
     events(tmp_path / "events.jsonl", config, *steps, {"event": "something new"})
     _, _, answer, _ = plan("--events", str(tmp_path), "--tokens", "1M", "--json")
     assert answer["model"]["parameters"] == 3_000_000
+    assert answer["model"]["outside_parameters"] == 1_200_000
+    assert plan("--events", str(tmp_path), "--params", "1M", "--json")[2]["model"]["outside_parameters"] == 0
     assert answer["model"]["step_seconds"] == [pytest.approx(0.2)] * 3
     assert answer["model"]["steps"] == 1954
     _, _, faster, _ = plan("--events", str(tmp_path / "events.jsonl"), "--step-time", "0.1", "--islands", "2", "--json")

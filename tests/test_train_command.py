@@ -48,6 +48,23 @@ def run(arguments: list[str], capsys) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+def test_under_torchrun_the_islands_are_counted_from_the_ranks(monkeypatch):
+    """Three machines have three sources, whatever `--islands` says or does not say."""
+
+    def islands(world_size, on_this_machine, **chosen):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_machine))
+        return setup.resolve(chosen, {}).config.islands
+
+    assert islands(3, 1, island_data="a;b;c") == 3
+    assert islands(24, 8, island_data="a;b;c", islands=7) == 3
+    assert islands(8, 8, island_data="a;b", ranks_per_island=4) == 2
+    assert islands(8, 8) == 8, "on one machine every rank is an island"
+    with pytest.raises(ValueError, match="2 sources for 3 islands"):
+        islands(3, 1, island_data="a;b")
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path, capsys):
     arguments, words = MISTAKES[name]

@@ -2,7 +2,7 @@
 
     isles plan --preset 1B --bandwidth 1Gbit
     isles plan --params 124M --layers 12 --step-time 0.35 --bandwidth 20Mbit --latency 50ms --islands 4
-    isles plan --events runs/demo --bandwidth 100Mbit --plot utilisation.png
+    isles plan --events runs/demo/streaming --bandwidth 100Mbit --plot utilisation.png
     isles plan --paper --params 1e9 --layers 24 --step-time 0.1 --sync-every 100 --json
 
 Lists, where islands differ: `--step-time 0.1,0.12`, `--upload 20Mbit,1Gbit`, one entry per island.
@@ -132,6 +132,8 @@ def _workload(args: argparse.Namespace, facts: dict[str, Any], step_seconds: flo
     count = lambda name: _optional(getattr(args, name), lambda text: parse_count(text, "--" + name.replace("_", "-")))
     parameters, outside, tokens_per_step = count("params"), count("outside_params"), count("tokens_per_step")
     tokens = count("tokens")
+    if outside is None and parameters is None:
+        outside = facts.get("outside_parameters")
     if args.steps is not None:
         if args.steps < 1:
             raise ValueError(f"--steps {args.steps} must be at least 1")

@@ -31,7 +31,7 @@ compare with the papers' published tables. It is generated: `python -m isles.pla
 
     isles plan --preset 1B --bandwidth 1Gbit
     isles plan --params 124M --layers 12 --step-time 0.35 --bandwidth 20Mbit --latency 25ms --islands 4
-    isles plan --events runs/demo --bandwidth 100Mbit --plot utilisation.png
+    isles plan --events runs/demo/streaming --bandwidth 100Mbit --plot utilisation.png
     isles plan --paper --params 1e9 --layers 24 --step-time 0.1 --sync-every 100 --json
 """
 
@@ -39,11 +39,19 @@ MODEL = """## How the model works
 
 An island computes along a line: forward, backward, forward, backward. At some points of it a part of the model is
 queued for reduction, at others the island waits until the result of an earlier reduction is there. Which fragment
-is due after which step is said by the engine's own `Schedule`. Reductions go over the link one after the other,
-first in, first out; one begins when every island has queued it and is done with the one before.
+is due after which step is said by the engine's own `Schedule`. A reduction begins when every island has queued it and
+there is room: four may be on their way at a time (two all-reduces of data-parallel training, one with `--paper`). They
+have the link one after the other, first in, first out; while one is held up by latency or by work beside the training
+loop, the next one has it.
 
-    queue   t_m += encode;  start = max over islands of max(t_m, free_m);  free_m = start + link + decode_m
-    wait    t_m = max(t_m, free_m of that round) + apply
+    queue   t_m += encode;  ready_m = max(t_m, ready_m) + before
+            agreed = max(agreed, max over islands of max(ready_m, done_m of the one four before)) + agree
+            free = max(agreed, free) + link;  done_m = max(free + delay, done_m) + decode_m
+            there_m = max(done_m, there_m) + after
+    wait    t_m = max(t_m, there_m of that round) + apply
+
+`encode` and `apply` are done by the loop, `before`, `decode` and `after` beside it; `agree` is the header's hop with
+checksums, `delay` the latency of the other hops.
 
 There are only maxima and sums in this, so the islands settle into a rhythm, and over any one period its length is
 bounded by the smallest and the largest growth of any time in the state. The simulation runs until these bounds
@@ -84,17 +92,18 @@ ASSUMPTIONS = """## Assumptions
   A round takes two latencies (header, body), three with reduce-scatter (header, pieces, means); others have the link
   meanwhile.
 - Steps take the same time each time. Islands may differ from each other; jitter is not modelled.
-- Encoding, decoding and the outer step are done beside the training loop with fresh updates, in it with delayed and
-  eager ones. How fast that is depends on the hardware, so it is left out unless `--encode-rate`, `--decode-rate`
-  (parameters a second of one rank) or `--measure-coding` say it. Coding and training are then taken to have cores of
-  their own.
+- The training loop encodes (a codec without kernels: beside the loop with fresh updates) and writes the weights.
+  Decoding is done beside it, and so is the outer step with fresh updates; with delayed and eager ones it is in the
+  loop, and eager ones decode two more payloads there. How fast that is depends on the hardware, so it is left out
+  unless `--encode-rate`, `--decode-rate` (parameters a second of one rank) or `--measure-coding` say it. Coding and
+  training are then taken to have cores of their own.
 - The time of a step is yours to give, or measured (`--events`). Presets without a published one scale 1B's; their
   ranks per island follow from 6 operations a parameter and token at 400 TFLOP/s a rank.
 - Failures are independent and exponential. With `--on-loss restart` (what isles does) all islands go back to the
   last checkpoint: with rate r = islands / MTBF, checkpoints every C, restart R, the share left is C r / (exp(r R)
   (exp(r C) - 1)). With `continue` (elastic membership) it is MTBF / (MTBF + R).
 - Loss penalties are quoted from the papers, for the nearest published size, H and number of islands. They are not
-  ours.
+  ours; for `distant`, which is ours, the figure of eager updates stands in.
 """
 
 LATE = """The H = 100 rows cannot be a steady state. A link has to carry what is sent: in a period of H steps of T

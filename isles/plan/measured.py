@@ -16,14 +16,16 @@ Event = dict[str, Any]
 
 
 def facts_of_run(run: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a run says about itself: step_seconds; parameters, layers, tokens_per_step, islands if it recorded them."""
+    """What a run says about itself: step_seconds; parameters, layers, outside_parameters (embeddings and the like),
+    tokens_per_step, islands if it recorded them.
+    """
     events: list[Event] = read(run)
     seconds = [_computing(event) for event in events if event.get("event") == "step"]
     known = [value for value in seconds if value is not None and value > 0]
     if not known:
         raise ValueError(f"{os.fspath(run)} has no step with its seconds: give --step-time instead, or a longer run")
     config: Event = next((event for event in events if event.get("event") == "config"), {})
-    names = ("parameters", "layers", "tokens_per_step", "islands")
+    names = ("parameters", "layers", "outside_parameters", "tokens_per_step", "islands")
     facts = {name: config[name] for name in names if isinstance(config.get(name), (int, float)) and config[name] > 0}
     return {**facts, "step_seconds": statistics.median(known), "name": str(config.get("name") or "run")}
 

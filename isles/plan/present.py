@@ -154,8 +154,9 @@ def _memory_note(question: Question) -> str:
     where = "in host memory" if question.outer_on_host else "on the device"
     return (
         "Bytes are what one island sends (and receives), peak: after one step. Memory is of one island: weights, Adam\n"
-        f"and outer state ({where}), without gradients and activations. Loss: against data-parallel, from the\n"
-        "papers' tables, for the nearest published size."
+        f"and outer state ({where}), without gradients and activations; the host holds payload and mean of every\n"
+        "round in flight. Loss: against data-parallel, from the papers' tables, for the nearest published size\n"
+        "(distant: the figure of eager)."
     )
 
 

@@ -27,7 +27,9 @@ class TrainConfig:
     islands: int = 2
     """Islands to start on this machine; under torchrun they are counted from the ranks."""
     ranks_per_island: int = 0
-    """Under torchrun: ranks that make one island and share its model (0: all ranks of a node)."""
+    """Under torchrun: ranks that make one island and share its model (0: all ranks of a node; if there is only one
+    node, each rank is an island).
+    """
     inside: Literal["fsdp", "ddp"] = "fsdp"
     """In an island of several ranks: its model in shards (FSDP2), or a copy on each (DDP)."""
     method: MethodName = "streaming"

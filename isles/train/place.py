@@ -48,20 +48,30 @@ class Place:
         return self.world_size // self.ranks_per_island
 
 
+def ranks_of_an_island(wanted: int) -> int:
+    """How many ranks make one island: as many as wanted (0: not said), or all of a node if torchrun has several."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    under_torchrun = "RANK" in os.environ and RENDEZVOUS not in os.environ
+    return wanted or (on_this_machine if under_torchrun and on_this_machine < world_size else 1)
+
+
+def count_islands(ranks_per_island: int) -> int:
+    """How many islands the ranks of this run make, from what torchrun has said."""
+    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // ranks_of_an_island(ranks_per_island))
+
+
 def find_place(config: TrainConfig) -> Place:
     """Joins the others, sets threads and device."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    ranks_per_island = ranks_of_an_island(config.ranks_per_island)
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // on_this_machine))
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    under_torchrun = "RANK" in os.environ and RENDEZVOUS not in os.environ
-    ranks_per_island = config.ranks_per_island or (
-        on_this_machine if under_torchrun and on_this_machine < world_size else 1
-    )
     if world_size % ranks_per_island:
         raise ValueError(f"{world_size} ranks cannot be shared out to islands of {ranks_per_island} ranks")
     mesh = None

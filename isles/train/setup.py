@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +39,17 @@ class Setup:
 
 
 def resolve(chosen: dict[str, Any], knobs: dict[str, Any]) -> Setup:
-    """What the flags mean. Raises ValueError for what cannot be."""
+    """What the flags mean, under torchrun for the islands that it has started. Raises ValueError for what cannot be."""
     folder = Path(chosen.get("run") or "")
     if chosen.get("resume") and chosen.get("run") and (folder / FILE).exists():
         saved = load(folder)
         chosen = {**saved.config.as_dict(), "overwrite": False, **chosen}
         if chosen["method"] == saved.config.method:
             knobs = {**saved.knobs, **knobs}
+    if "RANK" in os.environ:
+        from isles.train.place import count_islands
+
+        chosen = {**chosen, "islands": count_islands(chosen.get("ranks_per_island", 0))}
     config = TrainConfig(**chosen)
     if not config.run:
         model = config.model.removeprefix("hf:").strip("/").split("/")[-1]
