@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from isles.bench import codecs, document, engine, islands, memory, scaling, targets
+from isles.bench import codecs, document, engine, islands, memory, peers, scaling, targets
 from isles.bench.engine import Load
 from isles.bench.tables import tables
 
 PARTS = ("codecs", "engine", "islands", "scaling", "memory")
+PEERS = "peers"
+"""Another part, which needs more than isles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)} (default: all, in some ten minutes)",
+        help=f"what to measure: {', '.join(PARTS)} (default: all of these, in some ten minutes), or {PEERS}: torchft, "
+        "over the same shaped links",
     )
+    parser.add_argument("--peer", metavar="PYTHON", help="of torchft's environment (benchmarks/README.md), for peers")
     parser.add_argument("--quick", action="store_true", help="everything on a small scale, in seconds: a trial")
     parser.add_argument(
         "--document", type=Path, metavar="FILE", help="write the results as a page, such as docs/performance.md"
@@ -89,19 +93,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints a table for each part as it is done, returns the numbers."""
     parts = args.parts or list(PARTS)
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join(PARTS)}")
+    if unknown := [part for part in parts if part not in (*PARTS, PEERS)]:
+        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join((*PARTS, PEERS))}")
     if args.document and set(parts) != set(PARTS):
         raise ValueError("--document needs all parts: leave them out on the command line")
+    peer = peers.check(args.peer) if PEERS in parts else None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as many cores as `copy_` of the yardstick has
     try:
         result = measure(parts, QUICK if args.quick else FULL)
     finally:
         torch.set_num_threads(threads)
+    if peer:
+        result[PEERS] = peers.measure(peer)
+        print(tables({PEERS: result[PEERS]})[PEERS].text() + "\n")
     result["command"] = " ".join(["isles bench", *(["--quick"] if args.quick else []), *args.parts])
     if args.document:
-        result["command"] += f" --document {args.document}"
+        result["command"] += f" --document docs/{args.document.name}"  # wherever it is written to this time
         document.write(result, args.document)
         print(f"written: {args.document}")
     return result

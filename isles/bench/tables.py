@@ -51,7 +51,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, Table]:
         "codecs": _codecs, "engine": _engine, "islands": _islands, "phases": _phases,
         "parameters": lambda result: _sizes(result["scaling"]["parameters"]),
         "fragments": lambda result: _fragments(result["scaling"]["fragments"]),
-        "memory": _memory, "checks": _checks,
+        "memory": _memory, "checks": _checks, "peers": _peers,
     }  # fmt: skip
     there = {**result, **dict.fromkeys(("parameters", "fragments"), result.get("scaling"))}
     return {name: make(result) for name, make in makers.items() if there.get(name)}
@@ -179,3 +179,21 @@ def _checks(result: Mapping[str, Any]) -> Table:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
+
+
+def _peers(result: Mapping[str, Any]) -> Table:
+    peers = result["peers"]
+    head = ("", "bytes, by the kernel", "payload", "step, alone", "wall", "utilisation", "loss")
+    rows = [
+        (
+            row["who"],
+            units.number_of_bytes(row["kernel_bytes"]),
+            units.number_of_bytes(row["payload_bytes"]),
+            f"{1e3 * row['step_seconds_alone']:.1f} ms",
+            f"{row['wall_seconds']:.2f} s",
+            units.share(row["compute_utilization"]),
+            f"{row['val_loss']:.4f}",
+        )
+        for row in peers["rows"]
+    ]
+    return Table(f"peers: two islands over {peers['bandwidth']}, {peers['flags']}", head, rows)
