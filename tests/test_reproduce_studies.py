@@ -124,6 +124,7 @@ def test_results_name_the_text_but_not_where_it_lies(reproduce, folder):
     assert code == 0, err
     written = (folder / "results" / "evaluated-weights.json").read_text()
     assert json.loads(written)["text"] == ["novels"]
+    assert json.loads(written)["command"].endswith("--model 1x2x8 --data NOVELS --val HELD_OUT")
     assert "secret place" not in written
 
 

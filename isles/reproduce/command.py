@@ -22,6 +22,7 @@ from typing import Any
 from isles.reproduce import studies
 from isles.reproduce.scale import SCALES, Scale
 from isles.reproduce.study import Finding, Records, Study
+from isles.train import text as sources
 
 SPEED = "speed"
 
@@ -121,16 +122,25 @@ def _workers(given: int | None, scale: Scale) -> int:
 
 
 def _command(study: Study, args: argparse.Namespace, text: Any) -> str:
-    """The command as another machine would write it: text by name, not by path."""
+    """The command as another machine would write it: files by a word in capitals, not by path."""
     words = ["isles", "reproduce", study.name]
     for flag, default in (("scale", "cpu"), ("steps", None), ("seeds", None), ("model", None)):
         if getattr(args, flag) != default:
             words += [f"--{flag}", str(getattr(args, flag))]
     if args.data:
-        words += ["--data", ",".join(text.names())]
+        words += ["--data", ",".join(map(_placeholder, sources.parts(text.data), text.names()))]
     if args.val:
         words += ["--val", "HELD_OUT"]
     return shlex.join(words)
+
+
+def _placeholder(part: str, name: str) -> str:
+    """What stands for a source: itself if it has no path (see `isles.train.text`), else its name in capitals.
+
+    >>> _placeholder("stdlib", "stdlib"), _placeholder("shelf/books.train.txt.xz", "books")
+    ('stdlib', 'BOOKS')
+    """
+    return part if part.partition(":")[0] in ("stdlib", "hf", "synthetic") else name.upper()
 
 
 def _table(found: Sequence[Finding]) -> str:

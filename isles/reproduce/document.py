@@ -17,6 +17,11 @@ What the papers claim, what comes out here, and the command that shows it. The p
 `isles reproduce --document`. Every study runs by itself, `isles reproduce NAME`, stops and continues, and says what it
 finds: see `isles reproduce --list`.
 
+Words in capitals in a command stand for text files of yours. Ours were English books, public domain (BOOKS), and for
+islands that see different text also papers of the *Foreign Relations of the United States* (FRUS), news (NEWS) and
+encyclopaedia articles (WIKI). HELD_OUT is text of the same kind that is not trained on; with several sources, as many
+files of it in the same order. Without `--data` the text is the source of Python's standard library.
+
 A: Streaming DiLoCo (arXiv 2501.18512); B: eager updates (2502.12996); C: DiLoCo (2311.08105); D: scaling laws for
 DiLoCo (2503.09799).
 
@@ -66,6 +71,7 @@ def _section(study: Study, content: dict[str, Any], records: Records, findings: 
     size = units.count(sizes[0]) if len(sizes) == 1 else f"{units.count(sizes[0])} to {units.count(sizes[-1])}"
     runs = f"{len(records.all)} runs, {units.duration(content['run_seconds'])} of one core"
     agreeing = sum(finding.agrees is True for finding in findings)
+    note = f"\n{study.note}" if study.note else ""
     return f"""## {study.title}
 
 Paper: {study.claim} ({study.source})
@@ -73,7 +79,7 @@ We expected: {study.expectation}
 Came out: {agreeing} of {len(findings)} claims agree.
 
 {size} parameters, {scale["steps"]} steps, batches of {scale["batch_size"]} x {scale["sequence_length"]} an island,
-text: {", ".join(content["text"])}; {seeds} seed{"s" * (seeds > 1)}; {runs}.
+text: {", ".join(content["text"])}; {seeds} seed{"s" * (seeds > 1)}; {runs}.{note}
 
 ![{study.title}]({figure})
 

@@ -141,6 +141,8 @@ class Study:
     findings: Callable[[Records], list[Finding]]
     plot: Callable[[Records, Any], None]
     """Draws on a matplotlib figure."""
+    note: str = ""
+    """What a reader of its section has to know besides."""
 
 
 def loss_text(records: Records, *names: str) -> str:

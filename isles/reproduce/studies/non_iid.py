@@ -102,4 +102,6 @@ STUDY = Study(
     configurations=_configurations,
     findings=_findings,
     plot=_plot,
+    note="Losses in the claims are means over the domains' own validation texts; the table below has the loss on the\n"
+    "validation text of all domains together.",
 )

@@ -59,8 +59,9 @@ def _findings(records: Records) -> list[Finding]:
         Finding(
             "Streaming is more robust at small H than DiLoCo",
             "more robust (A Fig. 13); no number in the text at hand",
-            f"from the best H to {first} the loss rises by {rise['DiLoCo']:.2%} (DiLoCo), {rise['streaming']:.2%}",
-            "streaming rises less",
+            f"from the best H to {first} the distance to data-parallel grows by "
+            f"{100 * rise['DiLoCo']:.2f} points (DiLoCo), {100 * rise['streaming']:.2f} (streaming)",
+            "it grows less for streaming",
             rise["streaming"] < rise["DiLoCo"] if max(rise.values()) > 0 else None,
         ),
         Finding(
