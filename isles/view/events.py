@@ -6,11 +6,13 @@ seconds since the epoch. A number that is not finite is written as null. `island
 
     config      island, islands, name, config {..}, method {fields of isles.Method} or null for data-parallel,
                 method_name, parameters, layers, outside_parameters (outside the layers), fragments [{numel, layers:
-                "0,3"}], tokens_per_step (all islands)
+                "0,3"}], tokens_per_step (all islands), version (of isles)
     step        island, step, loss, learning_rate, seconds (of the step), wait_seconds (the part spent waiting for the
-                network), bytes_sent (by this island, in this step), tokens (of all islands, so far)
+                network), engine_seconds (all that synchronising took: waiting, encoding, applying), bytes_sent (by this
+                island, in this step), tokens (of all islands, so far)
     send        island, step, fragment, round, num_bytes
     apply       island, step, fragment, round, seconds (waited)
+    nonfinite   island, step, fragment, round      weights were not finite: the island sits out the fragment's round
     eval        island, step, tokens, val_loss, val_bits_per_byte, bytes_sent (all islands, so far), wall_seconds
     island      island, rank, pid, host      a process has started
     resume      step                 written before the first step that follows it
