@@ -10,7 +10,7 @@ import torch
 
 import isles
 from isles import compiling
-from isles.bench import codecs, document, engine, memory, scaling, targets
+from isles.bench import codecs, document, engine, memory, peers, scaling, targets
 from isles.bench.clock import Marks, fastest
 from isles.bench.command import FULL, PARTS, QUICK
 from isles.bench.engine import Timings, summary
@@ -131,6 +131,8 @@ def test_page_has_all_tables_and_the_command(quick):
     [
         (["nothing"], "nothing called 'nothing' to measure: choose from codecs, engine, islands, scaling, memory"),
         (["codecs", "--document", "x.md"], "--document needs all parts"),
+        (["peers"], "peers need --peer PYTHON"),
+        (["peers", "--peer", "no/such/python"], "--peer no/such/python is no program"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):
@@ -146,6 +148,37 @@ def test_single_parts_and_the_number_of_threads(capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(PARTS) & result.keys() == {"memory"}
     assert torch.get_num_threads() == threads
+
+
+COMPARISON = """
+import json, pathlib, sys
+row = {"kernel_bytes": 2e6, "payload_bytes": 1e6, "step_seconds_alone": 0.1, "wall_seconds": 8.0, "val_loss": 6.5}
+rows = [{**row, "who": who, "compute_utilization": 0.5} for who in ("torchft", "isles, e3m0")]
+flags = sys.argv[sys.argv.index("--peer") + 1]
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.write_text(json.dumps({"bandwidth": "10Mbit", "flags": flags, "rows": rows}))
+"""
+
+
+def test_peers_are_measured_by_the_script_of_the_checkout(tmp_path, monkeypatch, capsys):
+    assert peers.SCRIPT.exists()
+    script = tmp_path / "against.py"
+    script.write_text(COMPARISON)
+    monkeypatch.setattr(peers, "SCRIPT", script)
+    assert main(["bench", "peers", "--peer", sys.executable, "--json"]) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert [row["who"] for row in result["peers"]["rows"]] == ["torchft", "isles, e3m0"]
+    assert result["peers"]["flags"] == sys.executable
+    assert not set(PARTS) & result.keys()
+    assert any(line.split()[:3] == ["torchft", "2", "MB"] and line.endswith("50 %  6.5000") for line in shown)
+    script.write_text("raise SystemExit(7)")
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "peers", "--peer", sys.executable])
+    assert ended.value.code == 7
+    script.unlink()
+    assert main(["bench", "peers", "--peer", sys.executable]) == 2
+    assert "checkout" in capsys.readouterr().err
 
 
 def test_full_sizes_are_those_that_are_promised():

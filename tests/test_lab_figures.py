@@ -108,6 +108,9 @@ def test_a_step_of_the_reference_counts_if_it_lies_in_a_turn():
     assert numbers == [[2, 3], [5]], "whatever was cut by the begin or the end of a turn is in none"
 
 
+WAITING = ("wait_seconds", "engine_seconds")
+
+
 def test_a_run_that_was_stopped_has_the_figures_of_one_that_was_not():
     """Stopped before the loop, within a step of both islands, twice within one, and after the loop."""
     pauses = [Turn(9.5, 19.5), Turn(22.5, 23.5), Turn(24.0, 26.0), Turn(29.0, 29.5)]
@@ -119,10 +122,13 @@ def test_a_run_that_was_stopped_has_the_figures_of_one_that_was_not():
         return when
 
     def event(each):
+        """Where an island waits it is stopped while it waits."""
         end = stopped(each["time"])
-        return {**each, "time": end} | (
-            {"seconds": end - stopped(each["time"] - each["seconds"])} if each["event"] == "step" else {}
-        )
+        if each["event"] != "step":
+            return {**each, "time": end}
+        seconds = end - stopped(each["time"] - each["seconds"])
+        waited = {name: each[name] + (seconds - each["seconds"]) * (each[name] > 0) for name in WAITING}
+        return {**each, "time": end, "seconds": seconds, **waited}
 
     log, samples = [event(each) for each in LOG], [(stopped(when), counted) for when, counted in SAMPLES]
     assert log != LOG

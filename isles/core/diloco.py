@@ -386,7 +386,9 @@ class DiLoCo:
             self.close()
 
     def close(self) -> None:
-        """Takes the hook off the optimizer. Nothing in flight is waited for; `finish()` before it if that matters."""
+        """Takes the hook off the optimizer, and ends the thread that takes outer steps. Nothing in flight is waited
+        for; `finish()` before it if that matters.
+        """
         self._closed = True
         self._ahead.close()
         self._hook.remove()

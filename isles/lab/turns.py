@@ -107,6 +107,10 @@ def without_pauses(log: Sequence[Event], pauses: Sequence[Turn]) -> list[Event]:
         end = running(event["time"], pauses)
         if event["event"] != "step":
             return {"time": end}
-        return {"time": end, "seconds": end - running(event["time"] - event["seconds"], pauses)}
+        seconds = end - running(event["time"] - event["seconds"], pauses)
+        stopped = event["seconds"] - seconds
+        parts = {name: event[name] for name in ("wait_seconds", "engine_seconds")}
+        within = {name: value - stopped for name, value in parts.items() if value > seconds}  # it was stopped there
+        return {"time": end, "seconds": seconds, **within}
 
     return [{**event, **at(event)} for event in log]

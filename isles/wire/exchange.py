@@ -61,8 +61,8 @@ class ReduceScatter:
     """Every island gets its piece of all bodies, averages it, and sends the mean to all others: part after part, so
     that one is averaged while others are on the link.
 
-    Every part has its own checksum. The last mean is sent when all of them were right: nobody completes a round that
-    was damaged on its way to somebody.
+    Every part has its own checksum. The last mean is sent when all of them were right: nobody completes a round of
+    which a piece was damaged on its way to somebody.
     """
 
     def __init__(self, payload: Payload, mail: Mail, turn: int) -> None:

@@ -4,8 +4,7 @@
 compiled (see `isles.compiling`; `warm_up` compiles), the codec has none, or the tensor is not plain memory of the
 CPU. Then the PyTorch code of the codec does the same, to the last bit.
 
-Nothing is shared between calls, so any number of threads may be in here, and none of them holds the GIL while a kernel
-runs.
+Any number of threads may be in here, and none of them holds the GIL while a kernel runs.
 """
 
 from __future__ import annotations
@@ -63,7 +62,10 @@ def encode_difference(codec: Codec, anchor: Tensor, thetas: Sequence[Tensor], pa
     if whole is None or stored is None or len(parts) < len(thetas):
         return None
     encode, finite, first = group["encode_difference"], True, 0
-    row = _rows.pop() if _rows else np.empty((1, ROW), np.float32)
+    try:
+        row = _rows.pop()
+    except IndexError:  # all of them are in use
+        row = np.empty((1, ROW), np.float32)
     for part in parts:
         finite &= encode(whole, part, first, row, stored)
         first += len(part)
