@@ -92,8 +92,8 @@ def main() -> None:
     for row in rows:
         print(
             f"| {row['who']} | {row['kernel_bytes'] / 1e6:.2f} MB | {row['payload_bytes'] / 1e6:.2f} MB "
-            f"| {1e3 * row['step_seconds_alone']:.1f} ms | {row['wall_seconds']:.2f} s | {row['compute_utilization']:.1%} "
-            f"| {row['val_loss']:.4f} |"
+            f"| {1e3 * row['step_seconds_alone']:.1f} ms | {row['wall_seconds']:.2f} s "
+            f"| {row['compute_utilization']:.1%} | {row['val_loss']:.4f} |"
         )
     for name in ("kernel_bytes", "payload_bytes", "wall_seconds"):
         theirs, ours = (statistics.fmean(row[name] for row in rows[place::2]) for place in (0, 1))
