@@ -152,13 +152,13 @@ class Peer:
         return time.perf_counter() - begin
 
     def reference(self, steps: int) -> float:
-        """Seconds of a step without communication: the median over steps, the mean over islands."""
+        """Seconds of a step without communication: the mean over steps and islands."""
         scratch = copy.deepcopy(self.model)
         optimizer = self.optimizer(scratch)
         for step in range(3):  # the first ones load and allocate
             self.step(scratch, optimizer, step)
         self.meet()
-        return self.mean(statistics.median(self.step(scratch, optimizer, step) for step in range(steps)))
+        return self.mean(statistics.fmean(self.step(scratch, optimizer, step) for step in range(steps)))
 
     def validate(self) -> dict[str, float]:
         batches = validation_batches(self.tokens, self.config.batch_size, self.config.sequence_length)

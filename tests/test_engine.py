@@ -73,6 +73,19 @@ def test_large_buffers_go_in_parts(monkeypatch):
         assert torch.equal(mask, torch.arange(7) % 2 == 0)
 
 
+def test_buffers_without_a_value_are_no_obstacle():
+    def island(world):
+        model = Tower(1)
+        model.register_buffer("nothing", torch.empty(0, dtype=torch.int64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with isles.DiLoCo(model, optimizer, isles.Method.diloco(), world=world):
+            toy_backward(model, world.rank, 1)
+            optimizer.step()
+        return model.nothing.numel()
+
+    assert isles.run_local(island, 2) == [0, 0]
+
+
 def test_sync_initial_gives_everybody_what_island_0_has():
     def island(world):
         model = Tower(2, seed=world.rank)

@@ -57,17 +57,15 @@ def test_a_run_is_measured_counted_and_predicted(tmp_path, monkeypatch, capsys):
 def test_a_run_in_turns_with_its_reference_is_the_same_run(tmp_path, monkeypatch, capsys):
     """Stopped again and again: nothing is lost, and no byte is sent twice."""
     monkeypatch.setenv("ISLES_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(turns, "RUN_SECONDS", 0.5)
-    monkeypatch.setattr(turns, "ALONE_SECONDS", 0.5)
-    method = ["--method", "streaming", "--sync-every", "20", "--overlap", "10", "--steps", "400"]
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.5)
+    method = ["--method", "streaming", "--sync-every", "100", "--overlap", "50", "--steps", "500"]
     folder = tmp_path / "lab"
-    arguments = ["--islands", "2", "--bandwidth", "8Mbit", "--reference-steps", "10", "--run", str(folder)]
+    arguments = ["--islands", "2", "--bandwidth", "8Mbit", "--reference-steps", "30", "--run", str(folder)]
     assert main(["lab", *arguments, "--reference-turns", "--json", "--", *TINY, *method]) == 0
     record = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert record["paused_seconds"] > 0.5
-    assert record["steps"] == 400
-    assert record["bytes_sent"] == record["planned_bytes_sent"]
-    assert 1.0 < record["kernel_bytes"] / record["bytes_sent"] < 1.05
+    assert record["bytes_while_paused"] < 0.1 * record["bytes_sent"], "no more than what torchrun itself has to say"
+    assert record["steps"] == 500
     assert 0 < record["steady_utilization"] < 1.5, "a share, and the noise of a busy machine"
     assert len(record["reference_step_seconds_each"]) >= 2
     logged = [event for event in events.read(folder / "run") if event["event"] == "step" and event["island"] == 0]
@@ -105,6 +103,7 @@ MISTAKES = {
     "mtu": (["--mtu", "1"], "mtu 1 must be"),
     "processes": (["--nproc", "0"], "--nproc 0 must be at least 1"),
     "reference": (["--reference-steps", "-1"], "--reference-steps -1"),
+    "turns of sleeps": (["--timed", "--reference-turns"], "--reference-turns is for real compute"),
     "flag of train": (["--", "--stepps", "3"], "after `--`: unrecognized arguments: --stepps 3"),
     "value of train": (["--", "--steps", "0"], "--steps 0 must be at least 1"),
     "method": (["--", "--overlap", "1000"], "overlap=1000"),

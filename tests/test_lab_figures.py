@@ -141,12 +141,20 @@ def test_a_run_that_was_stopped_has_the_figures_of_one_that_was_not():
 
 def test_links_are_quiet_while_nobody_sends():
     idle, busy = counters(100), counters(100_000)
-    assert not turns.quiet([(0.0, idle)]), "not known yet"
-    assert turns.quiet([(0.0, counters(0)), (0.1, idle), (0.2, idle), (0.3, idle)])
-    assert not turns.quiet([(0.0, idle), (0.1, idle), (0.2, busy)])
-    assert not turns.quiet([(0.0, idle), (0.1, busy), (0.2, busy)])
+    assert not turns.quiet([(0.0, idle)], 0.2), "not known yet"
+    assert not turns.quiet([(0.0, idle), (0.1, idle)], 0.2), "not yet"
+    assert turns.quiet([(0.0, counters(0)), (0.5, idle), (0.6, idle), (0.75, idle)], 0.2)
+    assert not turns.quiet([(0.0, idle), (0.5, idle), (0.75, busy)], 0.2)
+    assert not turns.quiet([(0.0, idle), (0.5, idle), (0.625, busy), (0.75, busy)], 0.2)
+    assert turns.quiet([(0.0, idle), (0.5, busy), (0.625, busy), (0.75, busy)], 0.2)
     only_one = [idle[0], busy[1]]
-    assert not turns.quiet([(0.0, idle), (0.1, idle), (0.2, only_one)])
+    assert not turns.quiet([(0.0, idle), (0.5, idle), (0.75, only_one)], 0.2)
+
+
+def test_bytes_that_move_while_the_run_is_stopped_are_known():
+    samples = [(float(when), counters(100 * when)) for when in range(20)]
+    assert turns.moved(samples, []) == 0
+    assert turns.moved(samples, [Turn(1.5, 4.5), Turn(10.0, 11.0), Turn(12.1, 12.2)]) == 4 * 200 + 4 * 100
 
 
 class Reference:

@@ -298,7 +298,7 @@ def threads_after_use(rank):
     handle.wait()
     world.gather(b"hello")
     during = sum(thread.name.startswith("isles") for thread in threading.enumerate())
-    assert len(mail._under_way) == 1, "the next header of the other island, and nothing of what has come"
+    assert len(world._mail.under_way) == 1, "the next header of the other island, and nothing of what has come"
     del world
     gc.collect()
     for thread in threading.enumerate():

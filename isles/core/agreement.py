@@ -122,7 +122,7 @@ def average_buffers(world: World, weight: float, replica: Replica) -> None:
             buffer.copy_(part.view(buffer.shape))
     if others:
         raw = torch.cat([buffer.reshape(-1).contiguous().view(torch.uint8).cpu() for buffer in others])
-        parts = raw.split(BUFFER_BYTES) if world.rank == 0 else [raw[:0]] * -(-raw.numel() // BUFFER_BYTES)
+        parts = raw.split(BUFFER_BYTES) if world.rank == 0 else [raw[:0]] * max(1, -(-raw.numel() // BUFFER_BYTES))
         chief = torch.cat([tensor_of(world.gather(bytes_of(part))[0]) for part in parts])
         for buffer, part in zip(others, chief.split([buffer.nbytes for buffer in others]), strict=True):
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

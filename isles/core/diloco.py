@@ -372,6 +372,7 @@ class DiLoCo:
         agreement.at_finish(self._link, self.method, self.weight, self._anchors())
         self._show(self._anchors())
         agreement.average_buffers(self._link, self.weight, self._replica)
+        self._link.gather(b"")  # nobody leaves before all have what they wait for
 
     def __enter__(self) -> DiLoCo:
         if self._closed:

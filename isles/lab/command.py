@@ -117,6 +117,8 @@ def _options(args: argparse.Namespace) -> tuple[lab.Options, programs.Program | 
         reference_turns=args.reference_turns,
         timeout_seconds=parse_seconds(args.timeout, "--timeout"),
     )
+    if args.timed and args.reference_turns:
+        raise ValueError("--reference-turns is for real compute: a timed sleep takes as long on a busy machine")
     program = None
     if args.any_command:
         if not args.flags:

@@ -53,7 +53,8 @@ class Node:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        for starter in children(self.process.pid):  # nsenter has started torchrun, and torchrun the workers
+        starters = children(self.process.pid) if self.process.poll() is None else []
+        for starter in starters:  # nsenter has started torchrun, and torchrun the workers
             for worker in children(starter):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, number)

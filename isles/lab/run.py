@@ -28,7 +28,7 @@ from isles.lab.network import DEVICE, Network, check_islands
 from isles.lab.programs import Program
 from isles.lab.reference import Alone, Turn
 from isles.lab.shaping import Shape
-from isles.lab.turns import ENVIRONMENT, Turns, running, without_pauses
+from isles.lab.turns import ENVIRONMENT, TURNS_IN_A_TIMEOUT, Turns, moved, running, turn_seconds, without_pauses
 from isles.plan.quantities import format_bandwidth
 from isles.train.config import TrainConfig
 from isles.train.launch import watching
@@ -95,17 +95,19 @@ def run(options: Options, program: Program, say: Say) -> dict[str, Any]:
     with options.network() as network:
         record = _described(options, network, say)
         if options.reference_steps:
+            shutil.rmtree(folder / "reference", ignore_errors=True)  # of a run that is resumed
             env = ENVIRONMENT if options.reference_turns else None
             alone = Alone(network, program, folder / "reference", ranks=options.ranks, env=env)
             _take_a_turn(alone, options, say)
             if not options.reference_turns:
                 alone.close()
-        ran = _run(options, network, program, alone if options.reference_turns else None, say)
+        ran = _run(options, network, program, alone if alone and _in_turns(options, program, alone, say) else None, say)
         log = events.read(folder / "run")
         references = _references(options, alone, log, say) if alone else []
     log = without_pauses(log, ran.pauses)
     record |= {"program": program.name, "flags": list(program.arguments), "run_dir": str(folder / "run")}
     record |= {"cpu_stolen": ran.cpu_stolen, "paused_seconds": sum(pause.seconds for pause in ran.pauses)}
+    record |= {"bytes_while_paused": ran.bytes_while_paused}
     step_seconds = reference.mean(references)
     record |= {"reference_step_seconds_each": references}
     record |= figures.of_run(log, ran.samples, step_seconds or None)
@@ -117,6 +119,16 @@ def run(options: Options, program: Program, say: Say) -> dict[str, Any]:
             config, step_seconds, rates, latency_seconds=options.latency, ranks=options.ranks
         )
     return _written(folder, record)
+
+
+def _in_turns(options: Options, program: Program, alone: Alone, say: Say) -> bool:
+    """Whether the run is to be stopped for the reference now and then."""
+    if not options.reference_turns:
+        return False
+    possible = TURNS_IN_A_TIMEOUT * turn_seconds(alone) <= program.config.timeout_seconds
+    if not possible:
+        say(f"--timeout-seconds {program.config.timeout_seconds:g} is too short for turns: before and after the run")
+    return possible
 
 
 def _take_a_turn(alone: Alone, options: Options, say: Say) -> None:
@@ -139,7 +151,11 @@ def _references(options: Options, alone: Alone, log: list[Event], say: Say) -> l
     before = alone.step_seconds(alone.turns[0])
     if not options.reference_turns:
         return [before]
-    _take_a_turn(alone, options, say)
+    try:
+        _take_a_turn(alone, options, say)
+    except OSError as error:
+        say(f"{error}; what it took before the run counts")
+        return [before]
     return [before, alone.step_seconds(alone.turns[-1])]
 
 
@@ -150,6 +166,7 @@ class _Ran:
     samples: list[figures.Sample]
     """By the run's own clock, which stands still in pauses."""
     pauses: list[Turn]
+    bytes_while_paused: int
     cpu_stolen: float
 
 
@@ -162,8 +179,8 @@ def _run(options: Options, network: Network, program: Program, alone: Alone | No
     begin = _processor_ticks()
     with watching(TrainConfig(run=str(folder), steps=program.config.steps)):
         samples, pauses = _run_to_the_end(network, options, commands, program.config.timeout_seconds, alone)
-    samples = [(running(when, pauses), counted) for when, counted in samples]
-    return _Ran(samples, pauses, _stolen(begin, _processor_ticks()))
+    own = [(running(when, pauses), counted) for when, counted in samples]
+    return _Ran(own, pauses, moved(samples, pauses), _stolen(begin, _processor_ticks()))
 
 
 def _processor_ticks() -> list[int]:
@@ -242,7 +259,7 @@ def _run_to_the_end(
 
     sample()
     started = nodes.start(network, options.folder, commands, ENVIRONMENT if alone else None)
-    turns = Turns(started, alone, options.folder / "run") if alone else None
+    turns = Turns(started, alone, options.folder / "run", latency_seconds=options.latency) if alone else None
 
     def tick() -> None:
         sample()

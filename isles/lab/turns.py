@@ -3,8 +3,8 @@
 A virtual machine's cores are shared with others, and the same step may take a fifth longer a minute later. What was
 measured before the run is then no measure for it. So both are there at once, one of them stopped:
 
-    run        ======    ======    ======        each a second and a half, and on until the links are quiet
-    reference        ====      ====      ====    as long, or four steps if that is longer
+    run        ======    ======    ======        a second and a half or four steps, and on until the links are quiet
+    reference        ====      ====      ====    as long
 
 The run is stopped only while nothing moves on any link: what is on its way would arrive meanwhile, for nothing. A link
 that is always full is never quiet; then there is a turn before the run and one after it.
@@ -31,18 +31,21 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_":
 """Of both: memory that was freed is kept. Otherwise it depends on what a process happens to have allocated before
 whether it gives memory back in every step and asks for it again, and one of the two is some percent slower for good.
 """
-RUN_SECONDS, ALONE_SECONDS, ALONE_STEPS = 1.5, 1.5, 4
-QUIET_SAMPLES, QUIET_BYTES = 3, 500
-"""Nothing moves if an island has sent no more than so many bytes in so many samples: no frame of data."""
+TURN_SECONDS, TURN_STEPS = 1.5, 4
+"""The longer one of the two."""
+QUIET_SECONDS, QUIET_LATENCIES, QUIET_BYTES = 0.1, 4, 500
+"""Nothing moves if no island has sent more than so many bytes, no frame of data, for so long."""
+TURNS_IN_A_TIMEOUT = 4
+"""Islands that give each other up sooner than that cannot be stopped."""
 
 
 class Turns:
     """Lets two sets of processes work in turns. `tick` is called now and then, with all samples so far."""
 
-    def __init__(self, run: Sequence[Node], alone: Alone, log: Path) -> None:
+    def __init__(self, run: Sequence[Node], alone: Alone, log: Path, *, latency_seconds: float = 0.0) -> None:
         self._run, self._alone, self._log = run, alone, log
-        step_seconds = max(alone.step_seconds(alone.turns[-1]))
-        self._alone_seconds = max(ALONE_SECONDS, ALONE_STEPS * step_seconds)
+        self._turn_seconds = turn_seconds(alone)
+        self._quiet_seconds = max(QUIET_SECONDS, QUIET_LATENCIES * latency_seconds)
         self._next: float | None = None
         self._stopped: float | None = None
         self.pauses: list[Turn] = []
@@ -52,43 +55,62 @@ class Turns:
         """Hands over if it is time."""
         if self._next is None:
             if self._begun():  # starting is not training
-                self._next = time.time() + RUN_SECONDS
+                self._next = time.time() + self._turn_seconds
         elif time.time() < self._next:
             pass
         elif self._stopped is not None:
             self._hand_back()
-        elif quiet(samples):
+        elif quiet(samples, self._quiet_seconds):
             self._hand_over()
 
     def _begun(self) -> bool:
-        if not events.locate(self._log).exists():
-            return False
-        at_work = {event["island"] for event in events.read(self._log) if event["event"] == "step"}
-        return len(at_work) == len(self._run)
+        try:
+            log = events.read(self._log)
+        except ValueError:
+            return False  # not yet
+        return len({event["island"] for event in log if event["event"] == "step"}) >= len(self._run)
 
     def _hand_over(self) -> None:
         for node in self._run:
             node.stop()
         self._stopped = time.time()
         self._alone.go_on()
-        self._next = self._stopped + self._alone_seconds
+        self._next = self._stopped + self._turn_seconds
 
     def _hand_back(self) -> None:
         assert self._stopped is not None
         self._alone.stop()
         now = time.time()
         self.pauses.append(Turn(self._stopped, now))
-        self._stopped, self._next = None, now + RUN_SECONDS
+        self._stopped, self._next = None, now + self._turn_seconds
         for node in self._run:
             node.go_on()
 
 
-def quiet(samples: Sequence[Sample]) -> bool:
-    """Whether nothing has moved on any link of late."""
-    if len(samples) < QUIET_SAMPLES:
+def turn_seconds(alone: Alone) -> float:
+    """How long a turn is, by what a step took in the first one."""
+    return max(TURN_SECONDS, TURN_STEPS * max(alone.step_seconds(alone.turns[0])))
+
+
+def quiet(samples: Sequence[Sample], seconds: float) -> bool:
+    """Whether nothing has moved on any link for so long."""
+    when, now = samples[-1]
+    before = next((counted for earlier, counted in reversed(samples) if earlier <= when - seconds), None)
+    if before is None:
         return False
-    (_, before), (_, now) = samples[-QUIET_SAMPLES], samples[-1]
     return all((new - old).sent_bytes <= QUIET_BYTES for new, old in zip(now, before, strict=True))
+
+
+def moved(samples: Sequence[Sample], pauses: Sequence[Turn]) -> int:
+    """The bytes that all islands have sent while the run was stopped: what was on its way after all, and what torchrun,
+    which is not stopped, has to say.
+    """
+    found = 0
+    for pause in pauses:
+        within = [counted for when, counted in samples if pause.begin <= when <= pause.end]
+        if within:
+            found += sum((last - first).sent_bytes for last, first in zip(within[-1], within[0], strict=True))
+    return found
 
 
 def running(when: float, pauses: Sequence[Turn]) -> float:
@@ -110,7 +132,7 @@ def without_pauses(log: Sequence[Event], pauses: Sequence[Turn]) -> list[Event]:
         seconds = end - running(event["time"] - event["seconds"], pauses)
         stopped = event["seconds"] - seconds
         parts = {name: event[name] for name in ("wait_seconds", "engine_seconds")}
-        within = {name: value - stopped for name, value in parts.items() if value > seconds}  # it was stopped there
+        within = {name: max(0.0, value - stopped) for name, value in parts.items() if value > seconds}  # stopped there
         return {"time": end, "seconds": seconds, **within}
 
     return [{**event, **at(event)} for event in log]

@@ -37,10 +37,9 @@ SLICE_BYTES = 1 << 20
 ASK_SECONDS = 10.0
 """So long is waited before connections are looked at."""
 R = TypeVar("R")
-_under_way: set[Any] = set()
-"""Letters that have not arrived. If gloo's side of one went away before, what comes for it would stay in the
-connection, with all that is behind it, and gloo would try to read it again and again. So after a failure they stay for
-ever.
+for_ever: list[set[Any]] = []
+"""Letters that had not arrived when a world failed. If gloo's side of one went away, what comes for it would stay in
+the connection, with all that is behind it, and gloo would try to read it again and again.
 """
 
 
@@ -64,6 +63,8 @@ class Mail:
         self.rank, self.size = group.rank(), group.size()
         self._group, self._timeout_seconds = group, timeout_seconds
         self.sender = Worker(f"isles-send-{self.rank}", fate)
+        self.under_way: set[Any] = set()
+        """Letters that have not arrived yet."""
         self._num_waited = 0
 
     def expect(self, kind: Kind, into: Sequence[Tensor]) -> list[Any]:
@@ -81,8 +82,9 @@ class Mail:
     def wait(self, works: Iterable[Any]) -> None:
         try:
             for work in works:
-                work.wait()
-                _under_way.discard(work)
+                if work.wait() is False:
+                    raise RuntimeError("aborted")
+                self.under_way.discard(work)
                 self._num_waited += 1
         except RuntimeError as error:
             raise lost(self.rank, error, self._timeout_seconds) from error
@@ -124,7 +126,7 @@ class Mail:
 
     def _hold(self, what: Callable[..., Any], part: Tensor, **more: Any) -> Any:
         work = self._begin(what, part, **more)
-        _under_way.add(work)
+        self.under_way.add(work)
         return work
 
     def _begin(self, what: Callable[..., Any], part: Tensor, **more: Any) -> Any:

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from isles.wire import message, reduction
 from isles.wire.exchange import FORMS, Exchange
-from isles.wire.mail import Kind, Mail, lost
+from isles.wire.mail import Kind, Mail, for_ever, lost
 from isles.wire.message import HEADER_BYTES, Header, bytes_of, tensor_of
 from isles.wire.reduction import MOST_ON_THE_LINK, Reduction, check_reduction, choose
 from isles.wire.worker import Fate, Worker, stop_all
@@ -85,7 +85,7 @@ class TorchWorld:
         self._encoder, self._herald, self._reducer, self._reader = line = [
             Worker(f"isles-{what}-{self.rank}", self._fate) for what in ("encode", "agree", "reduce", "read")
         ]
-        weakref.finalize(self, stop_all, [*line, self._mail.sender])
+        weakref.finalize(self, _leave, [*line, self._mail.sender], self._fate, self._mail.under_way)
         self._turns, self._in_order = itertools.count(), threading.Lock()
         self._room = threading.Semaphore(MOST_ON_THE_LINK)
         self._next_headers = self._expect(Kind.HEADER, [HEADER_BYTES] * self.size)
@@ -160,6 +160,13 @@ class TorchWorld:
         exchange, headers = agreed.result()
         weights = {rank: header.weight for rank, header in enumerate(headers) if header.weight > 0}
         return Mean(exchange.read(headers), weights)
+
+
+def _leave(workers: list[Worker], fate: Fate, under_way: set[Any]) -> None:
+    """Nobody holds the world any more."""
+    stop_all(workers)
+    if fate.has_failed:
+        for_ever.append(under_way)
 
 
 def _reduce(agreed: Agreed) -> None:

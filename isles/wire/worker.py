@@ -34,6 +34,10 @@ class Fate:
             if turn < self._turn:
                 self._turn, self._error = turn, error
 
+    @property
+    def has_failed(self) -> bool:
+        return self._turn < math.inf
+
     def check(self, turn: float) -> None:
         """Raises what an earlier turn, or this one, failed with."""
         with self._lock:
