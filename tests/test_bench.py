@@ -133,6 +133,7 @@ def test_page_has_all_tables_and_the_command(quick):
         (["codecs", "--document", "x.md"], "--document needs all parts"),
         (["peers"], "peers need --peer PYTHON"),
         (["peers", "--peer", "no/such/python"], "--peer no/such/python is no program"),
+        (["codecs", "--peer", "python"], "isles bench peers --peer python"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):

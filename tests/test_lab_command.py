@@ -72,7 +72,9 @@ def test_a_run_in_turns_with_its_reference_is_the_same_run(tmp_path, monkeypatch
     wall = logged[-1]["time"] - logged[0]["time"] + logged[0]["seconds"]
     assert record["wall_seconds"] < wall, "pauses do not count"
     assert main(["train", *TINY, *method, "--islands", "2", "--run", str(tmp_path / "undisturbed"), "--json"]) == 0
-    assert record["val_loss"] == json.loads(capsys.readouterr().out.strip().splitlines()[-1])["val_loss"]
+    undisturbed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    for name in ("val_loss", "bytes_sent"):
+        assert record[name] == undisturbed[name], name
 
 
 def test_any_command_runs_on_every_island(tmp_path, capfd):

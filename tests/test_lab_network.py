@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.lab import Network, Shape, namespaces, nodes, transfer
+from isles.lab import Network, Shape, namespaces, transfer
 from isles.lab.nodes import Node
 from tests import lab_networks
 from tests.lab_networks import alive
@@ -180,8 +180,8 @@ def test_what_a_program_has_started_can_be_stopped_and_goes_on(tmp_path):
     with Network(1) as network, log.open("wb") as stream:
         node = Node(0, network.start(0, ["sh", "-c", f"({ticks}); true"], stdout=stream), log)
         lab_networks.wait_until(lambda: log.stat().st_size > 0, "a tick")
-        (starter,) = nodes.children(node.process.pid)
-        (worker,) = nodes.children(starter)
+        (starter,) = namespaces.children(node.process.pid)
+        (worker,) = namespaces.children(starter)
         for _ in range(2):
             node.stop()
             lab_networks.wait_until(lambda: state(worker) == "T", "it is stopped")

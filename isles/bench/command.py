@@ -97,6 +97,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join((*PARTS, PEERS))}")
     if args.document and set(parts) != set(PARTS):
         raise ValueError("--document needs all parts: leave them out on the command line")
+    if args.peer and PEERS not in parts:
+        raise ValueError(f"--peer has no meaning without the part {PEERS}: isles bench {PEERS} --peer {args.peer}")
     peer = peers.check(args.peer) if PEERS in parts else None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as many cores as `copy_` of the yardstick has

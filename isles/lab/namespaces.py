@@ -65,7 +65,7 @@ class Namespace:
             raise OSError(why_not(said[0] if said else f"exit code {self._holder.wait()}"))
         pid = self._holder.pid
         while Path(f"/proc/{pid}/comm").read_text() != "cat\n":
-            pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+            pid = children(pid)[0]
         return pid
 
     def command(self, arguments: Sequence[str], kinds: Sequence[str] = KINDS) -> list[str]:
@@ -125,6 +125,15 @@ class Namespace:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started; none if it has ended."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def check() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isles.lab.namespaces import children
 from isles.lab.network import DEVICE, Network
 
 PORT = 29500
@@ -58,15 +59,6 @@ class Node:
             for worker in children(starter):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, number)
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started; none if it has ended."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        with contextlib.suppress(OSError):
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
 
 
 def torchrun(
