@@ -69,10 +69,14 @@ class Reference:
         self.sent = [[[] for _ in flat] for _ in self.weights]
         self.mean = [[] for _ in flat]
         self.used = [0 for _ in flat]
+        self.sent_at = [0 for _ in flat]
+        self.outer_steps = [[0 for _ in flat] for _ in self.weights]
+        self.t = 0
 
     def run(self, steps: int) -> Iterator[list[Weights]]:
         """Trains; after every step yields the weights of every island. A fragment without names is never sent."""
         for t in range(1, steps + 1):
+            self.t = t
             for m in range(len(self.weights)):
                 self.inner_step(m, t, self.theta[m])
             for p, t_p in enumerate(self.offsets):
@@ -85,21 +89,26 @@ class Reference:
 
     def send(self, p: int) -> None:
         """Delta_m = anchor - theta_m, through the codec; and the mean of them over the islands."""
-        total = torch.zeros_like(self.anchor[0][p])
-        for m, w_m in enumerate(self.weights):
+        for m in range(len(self.weights)):
             delta = self.anchor[m][p] - flatten(self.theta[m], self.fragments[p])
             if self.error_feedback:
                 delta = delta + self.residual[m][p]
             seen = self.through_codec(delta)
             self.residual[m][p] = delta - seen
             self.sent[m][p].append(seen)
-            total = total + w_m * seen
+        self.sent_at[p] = self.t
+        self.mean[p].append(self.mean_of([sent[p][-1] for sent in self.sent]))
+
+    def mean_of(self, vectors: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(vectors[0])
+        for w_m, vector in zip(self.weights, vectors, strict=True):
+            total = total + w_m * vector
         mean = total / sum(self.weights)
         if self.reencode_mean:
             blocks = math.ceil(mean.numel() / self.codec.block)
             pieces = mean.split(math.ceil(blocks / len(self.weights)) * self.codec.block)
             mean = torch.cat([self.through_codec(piece) for piece in pieces])
-        self.mean[p].append(mean)
+        return mean
 
     def apply(self, p: int) -> None:
         """anchor = OuterOpt(anchor, Delta); theta = alpha * theta + (1 - alpha) * anchor."""
@@ -125,24 +134,49 @@ class Reference:
 
     def outer_step(self, m: int, p: int, delta: Tensor) -> None:
         """v = mu * v + Delta; anchor = anchor - lr * (Delta + mu * v)."""
+        self.outer_steps[m][p] += 1
         v = self.velocity[m][p] = self.outer_momentum * self.velocity[m][p] + delta
         direction = delta + self.outer_momentum * v if self.nesterov else v
         self.anchor[m][p] = self.anchor[m][p] - self.outer_lr * direction
 
     def finish(self) -> Weights:
-        """What has not been applied yet is; then all islands take the (weighted mean of the) anchors."""
+        """What has not been applied yet is, without mixing; then one more outer step takes what has not been sent yet
+        (in place of a first outer step, the mean is taken as it is); then all islands take the (weighted mean of the)
+        anchors.
+        """
         result = {name: value.clone() for name, value in self.start.items()}
         for p, names in enumerate(self.fragments):
+            closing = self.closing_mean(p)
             for number in range(max(self.used[p], 0), len(self.mean[p])):
                 for m, w_m in enumerate(self.weights):
                     own = self.sent[m][p][number] * (w_m / sum(self.weights))
                     self.outer_step(m, p, self.mean[p][number] - (own if self.update == "eager" else 0.0))
+            for m in range(len(self.weights)) if closing is not None else ():
+                if self.outer_steps[m][p] == 0:
+                    self.anchor[m][p] = self.anchor[m][p] - closing
+                else:
+                    self.outer_step(m, p, closing)
             if self.update == "eager":
                 total = sum(w_m * self.anchor[m][p] for m, w_m in enumerate(self.weights))
                 unflatten(total / sum(self.weights), result, names)
             else:
                 unflatten(self.anchor[0][p], result, names)
         return result
+
+    def closing_mean(self, p: int) -> Tensor | None:
+        """The mean of what the islands have learned of a fragment since they last sent it."""
+        if not self.fragments[p] or self.sent_at[p] == self.t:
+            return None
+        in_flight = self.update == "fresh" and len(self.mean[p]) > self.used[p]
+        deltas = []
+        for m in range(len(self.weights)):
+            delta = self.anchor[m][p] - flatten(self.theta[m], self.fragments[p])
+            if in_flight:
+                delta = delta - self.sent[m][p][-1]
+            elif self.error_feedback:
+                delta = delta + self.residual[m][p]
+            deltas.append(self.through_codec(delta))
+        return self.mean_of(deltas)
 
     def through_codec(self, values: Tensor) -> Tensor:
         return self.codec.decode(self.codec.encode(values), values.numel())

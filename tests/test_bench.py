@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import isles
-from isles import compiling
 from isles.bench import codecs, document, engine, memory, peers, scaling, targets
 from isles.bench.clock import Marks, fastest
 from isles.bench.command import FULL, PARTS, QUICK
@@ -18,6 +17,7 @@ from isles.bench.kernels import without_kernels
 from isles.bench.memory import Ledger
 from isles.bench.training import Training
 from isles.cli import main
+from isles.wire import fused
 
 RANGES = ("isles.outer_gradient", "isles.encode", "isles.wait", "isles.outer_step", "isles.mix")
 
@@ -309,13 +309,13 @@ def test_marks_are_around_what_is_hooked_between_them():
 
 
 def test_without_kernels_gives_the_same_payload_and_then_they_are_back():
-    ready = compiling.warm_up()
+    ready = fused.warm_up()
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     payload = isles.codecs["e3m0"].encode(values)
     with without_kernels():
-        assert compiling.kernels("e3m0") is None
+        assert fused.kernels("e3m0") is None
         assert torch.equal(isles.codecs["e3m0"].encode(values), payload)
-    assert (compiling.kernels("e3m0") is not None) == ready
+    assert (fused.kernels("e3m0") is not None) == ready
 
 
 def test_codecs_are_measured_on_their_own():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import isles
-from isles.core import agreement
+from isles.core import handshake
 from tests.reference import Tower, same, toy_backward, weights_of
 
 torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def test_buffers_become_the_mean_at_the_end():
 
 def test_large_buffers_go_in_parts(monkeypatch):
     """As those of a frozen model of many int8 weights."""
-    monkeypatch.setattr(agreement, "BUFFER_BYTES", 300)
+    monkeypatch.setattr(handshake, "CHUNK_BYTES", 300)
 
     def island(world):
         model = Tower(2)
@@ -161,7 +161,7 @@ def test_an_exception_in_the_block_removes_the_hook_and_stops_the_others():
 
 
 @pytest.mark.parametrize("cut", [KeyboardInterrupt, ZeroDivisionError])
-def test_a_step_that_was_cut_short_is_not_forgotten(cut):
+def test_a_step_that_was_interrupted_is_not_forgotten(cut):
     """A Ctrl-C while a round is applied, in a notebook whose user goes on: others have applied it."""
     model = Tower(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -181,7 +181,7 @@ def test_a_step_that_was_cut_short_is_not_forgotten(cut):
     with pytest.raises(cut):
         optimizer.step()
     for again in (optimizer.step, diloco.finish, diloco.state_dict):
-        with pytest.raises(RuntimeError, match=f"step 4 was cut short by {cut.__name__}.*restart all islands"):
+        with pytest.raises(RuntimeError, match=f"step 4 was interrupted by {cut.__name__}.*restart all islands"):
             again()
     armed.clear()
     diloco.load_state_dict(saved)

@@ -17,10 +17,11 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import isles
-from isles.wire import mail
+from isles.wire import torch_world
+from isles.wire.exchange import Kind
+from isles.wire.torch_world import GlooTransport
 from isles.wire.world import Payload
 from tests import processes
 
@@ -76,6 +77,12 @@ def check_left(outcome, where=""):
     assert "a connection broke" in outcome[2], f"{where}: {outcome[2]}"
 
 
+def check_said(outcome, step, reason):
+    """Lost, and told why by the island that left."""
+    check_lost(outcome)
+    assert f"island 1 left at step {step}: {reason}" in outcome[2], outcome[2]
+
+
 # ---- killed
 
 PROGRAM = """
@@ -128,31 +135,31 @@ def test_a_killed_process_ends_the_programs_of_all_others(tmp_path):
         assert "a connection broke" in text.splitlines()[-1], "a broken connection need not be waited for"
 
 
-def die_within_a_round(rank, form, letter):
-    """Island 1 dies when it is about to send the n-th letter of a round: to two others, a header each first."""
+def die_within_a_round(rank, form, message):
+    """Island 1 dies when it is about to send the n-th message of a round: to two others, a header each first."""
     world = isles.TorchWorld(timeout=LONG, reduction=form)
     world.start(payload()).wait()
     if rank == 1:
         calls = []
-        isend = dist.isend
+        begin = GlooTransport._begin
 
-        def fatal(*arguments, **more):
-            calls.append(1)
-            if len(calls) == letter:
+        def fatal(transport, what, part, other, kind):
+            calls.append(what)
+            if what == "send" and calls.count("send") == message:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return isend(*arguments, **more)
+            return begin(transport, what, part, other, kind)
 
-        dist.isend = fatal
+        GlooTransport._begin = fatal
     first = after(world.start(payload(round=2)).wait)
     return first, after(world.start(payload(round=3)).wait), after(lambda: world.gather(b"hello"))
 
 
 @pytest.mark.parametrize(
-    ("form", "letter"),
+    ("form", "message"),
     [("all-gather", 1), ("all-gather", 2), ("all-gather", 3), ("reduce-scatter", 3), ("reduce-scatter", 5)],
 )
-def test_a_process_killed_within_a_round(form, letter, tmp_path):
-    outcomes = processes.run(die_within_a_round, 3, tmp_path, form, letter)
+def test_a_process_killed_within_a_round(form, message, tmp_path):
+    outcomes = processes.run(die_within_a_round, 3, tmp_path, form, message)
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (0, 2):
         assert outcomes[rank].exit_code == 0, "a survivor crashed or hung"
@@ -161,29 +168,29 @@ def test_a_process_killed_within_a_round(form, letter, tmp_path):
             check_left(outcome, where)
 
 
-def die_within_a_letter(rank):
-    """Island 1 dies when a large letter has begun to go: gloo does not tell whoever waits for the rest of it."""
-    mail.ASK_SECONDS, mail.SLICE_BYTES = 1.0, 1 << 30
+def die_within_a_message(rank):
+    """Island 1 dies when a large message has begun to go: gloo does not tell whoever waits for the rest of it."""
+    torch_world.PROBE_SECONDS, torch_world.SLICE_BYTES = 1.0, 1 << 30
     world = isles.TorchWorld(timeout=LONG, reduction="all-gather")
     world.start(payload()).wait()
     if rank == 1:
-        isend = dist.isend
+        begin = GlooTransport._begin
 
-        def fatal(*arguments, tag, **more):
-            begun = isend(*arguments, tag=tag, **more)
-            if tag == mail.Kind.BODY:
+        def fatal(transport, what, part, other, kind):
+            begun = begin(transport, what, part, other, kind)
+            if what == "send" and kind == Kind.BODY:
                 os.kill(os.getpid(), signal.SIGKILL)
             return begun
 
-        dist.isend = fatal
+        GlooTransport._begin = fatal
     codec = isles.codecs["fp32"]
     large = Payload(0, 2, codec, 1 << 26, 1.0, codec.encode(torch.ones(1 << 26)))
     first = after(world.start(large).wait)
     return first, after(world.start(payload(round=3)).wait), after(lambda: world.gather(b"hello"))
 
 
-def test_a_process_killed_within_a_letter(tmp_path):
-    survivor, killed = processes.run(die_within_a_letter, 2, tmp_path)
+def test_a_process_killed_within_a_message(tmp_path):
+    survivor, killed = processes.run(die_within_a_message, 2, tmp_path)
     assert killed.exit_code == -signal.SIGKILL
     assert survivor.exit_code == 0, "it crashed or hung"
     assert not survivor.error, survivor.trace
@@ -238,7 +245,7 @@ def raise_in_the_block(rank, stays):
         if step == 4 and rank == 1:
             raise ZeroDivisionError("the user's own mistake")
 
-    outcome = after(lambda: train(isles.TorchWorld(timeout=TIMEOUT if stays else LONG), 20, trouble, overlap=1))
+    outcome = after(lambda: train(isles.TorchWorld(timeout=LONG), 20, trouble, overlap=1))
     if rank == 1 and stays:
         time.sleep(1000)
     return outcome
@@ -250,7 +257,7 @@ def test_an_exception_in_one_process(stays, tmp_path):
     for rank in (0, 2):
         assert outcomes[rank].reported
         assert outcomes[rank].exit_code == 0
-        (check_lost if stays else check_left)(outcomes[rank].value)
+        check_said(outcomes[rank].value, 3, "ZeroDivisionError: the user's own mistake")
     if not stays:
         assert outcomes[1].value[1:] == ("ZeroDivisionError", "the user's own mistake")
 
@@ -296,13 +303,15 @@ def test_run_local_raises_what_an_island_raised(kind, culprit):
     assert no_island_threads()
     for rank in {0, 1, 2} - {culprit}:
         assert isinstance(seen[rank], isles.LostPeerError)
-        assert f"island {culprit} failed" in str(seen[rank])
-        assert "mistake" in str(seen[rank])
+        assert f"island {culprit} left at step 3: {kind.__name__}: mistake" in str(seen[rank])
 
 
 @pytest.mark.parametrize("short", [0, 1])
 def test_run_local_with_an_island_that_ends_early(short):
-    with pytest.raises(isles.LostPeerError, match="every other island has ended or waits"):
+    names = ["island 0, at step 4, is done", "island 1, at step 6, sends"]
+    if short == 1:
+        names = ["island 0, at step 6, sends", "island 1, at step 4, is done"]
+    with pytest.raises(isles.MismatchError, match=f"{names[0]}.*{names[1]}.*same number of steps"):
         isles.run_local(lambda world: train(world, 4 if world.rank == short else 8), 2)
     assert no_island_threads()
 
@@ -311,7 +320,7 @@ def test_run_local_with_an_island_that_does_nothing():
     for action in (lambda world: world.gather(b"x"), lambda world: world.start(payload()).wait()):
         with pytest.raises(isles.LostPeerError, match="ended"):
             isles.run_local(lambda world, act=action: act(world) if world.rank == 1 else None, 2)
-        with pytest.raises(isles.LostPeerError, match="waits"):
+        with pytest.raises(isles.MismatchError, match="islands disagree"):
             isles.run_local(lambda world: world.gather(b"") if world.rank else world.start(payload()).wait(), 2)
     assert no_island_threads()
 

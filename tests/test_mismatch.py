@@ -2,7 +2,7 @@
 
 Mismatches go through `world.start`, in threads and in processes: everybody gets a `MismatchError` that names both
 sides, and no process crashes, which is what gloo does when it is told different sizes. Damage is done to the transport
-itself: every letter of a round in turn delivers one changed bit, and nobody may end up with a mean that is wrong.
+itself: every message of a round in turn delivers one changed bit, and nobody may end up with a mean that is wrong.
 
 No world has a time-out that could run out: an island that waits for another is told by the other's leaving, and one
 that waits for ever is ended by `processes.run`.
@@ -14,13 +14,13 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import isles
 import isles.wire.message
 from isles.wire import reduction
-from isles.wire.mail import Kind
+from isles.wire.exchange import Kind
 from isles.wire.message import HEADER_BYTES
+from isles.wire.torch_world import GlooTransport
 from isles.wire.world import Payload
 from tests import processes
 
@@ -150,7 +150,7 @@ def resume_alone(rank):
 
 def disagree_later(rank, form):
     """Four rounds under way together; in the third one the islands disagree, before a body of the first has gone."""
-    known, agree, isend = threading.Event(), isles.wire.message.agree, dist.isend
+    known, agree, begin = threading.Event(), isles.wire.message.agree, GlooTransport._begin
 
     def agree_or_tell(headers):
         try:
@@ -159,11 +159,11 @@ def disagree_later(rank, form):
             known.set()
             raise
 
-    def held_isend(letter, *, tag, **more):
-        assert tag != Kind.BODY or known.wait(60)
-        return isend(letter, tag=tag, **more)
+    def held_begin(transport, what, part, other, kind):
+        assert what == "recv" or kind != Kind.BODY or known.wait(60)
+        return begin(transport, what, part, other, kind)
 
-    isles.wire.message.agree, dist.isend = agree_or_tell, held_isend
+    isles.wire.message.agree, GlooTransport._begin = agree_or_tell, held_begin
     world = isles.TorchWorld(reduction=form)
     rounds = [world.start(payload(rank, round=number)) for number in (1, 2, 3 + rank, 4 + rank)]
     means = [handle.wait().values for handle in rounds[:2]]
@@ -192,50 +192,51 @@ def test_islands_at_different_points_of_the_program(function, tmp_path):
 
 
 class Damage:
-    """A transport that flips one bit of what this process sends, or receives, in one letter of every world.
+    """A transport that flips one bit of what this process sends, or receives, in one message of every world.
 
-    `flips`: for each world, in the order in which they are made, the number of the letter and that of the byte.
+    `flips`: for each world, in the order in which they are made, the number of the message and that of the byte.
     """
 
     def __init__(self, flips, receiving=False):
         self.flips, self.receiving = iter(flips), receiving
         self.flip_of, self.seen = {}, {}
-        self.isend, self.irecv = dist.isend, dist.irecv
-        dist.isend, dist.irecv = self.damaged_isend, self.damaged_irecv
+        self.begin = GlooTransport._begin
+        damage = self
+        GlooTransport._begin = lambda *arguments: damage.damaged_begin(*arguments)
 
-    def byte_of(self, letter, group):
-        """Which byte of this letter to flip, or None; counts the letters of each group."""
-        self.seen[group].append(letter.numel())
-        number, byte = self.flip_of[group]
-        return byte % letter.numel() if len(self.seen[group]) - 1 == number else None
+    def byte_of(self, part, transport):
+        """Which byte of this message to flip, or None; counts the messages of each transport."""
+        self.seen[transport].append(part.numel())
+        number, byte = self.flip_of[transport]
+        return byte % part.numel() if len(self.seen[transport]) - 1 == number else None
 
-    def damaged_isend(self, letter, *, group, **more):
-        letter = letter.clone()
-        if not self.receiving and (byte := self.byte_of(letter, group)) is not None:
-            letter[byte] ^= 16
-        return self.isend(letter, group=group, **more)
+    def damaged_begin(self, transport, what, part, other, kind):
+        if transport not in self.flip_of:  # a new world posts the receive of the first header
+            self.flip_of[transport], self.seen[transport] = next(self.flips), []
+        if kind == Kind.PROBE:
+            return self.begin(transport, what, part, other, kind)
+        byte = self.byte_of(part, transport) if self.receiving == (what == "recv") else None
+        if what == "send":
+            part = part.clone()
+            if byte is not None:
+                part[byte] ^= 16
+        work = self.begin(transport, what, part, other, kind)
+        return self.Kept(work, part, byte if what == "recv" else None)
 
-    def damaged_irecv(self, letter, *, group, **more):
-        if group not in self.flip_of:  # a new world gets ready for the first header
-            self.flip_of[group], self.seen[group] = next(self.flips), []
-        work = self.irecv(letter, group=group, **more)
-        if self.receiving and (byte := self.byte_of(letter, group)) is not None:
-            return self.Flipped(work, letter, byte)
-        return work
+    class Kept:
+        """Keeps what is sent; receiving may end with a flip."""
 
-    class Flipped:
-        """Receiving ends with a flip."""
-
-        def __init__(self, work, letter, byte):
-            self.work, self.letter, self.byte = work, letter, byte
+        def __init__(self, work, part, byte):
+            self.work, self.part, self.byte = work, part, byte
 
         def wait(self):
             self.work.wait()
-            self.letter[self.byte] ^= 16
+            if self.byte is not None:
+                self.part[self.byte] ^= 16
 
 
 def damaged_rounds(rank, form, flips, receiving):
-    """For each (letter, byte), in a world of its own: what island 1, whose transport it is, and the other make of it.
+    """For each (message, byte), in a world of its own: what island 1, whose transport it is, and the other make of it.
 
     All rounds are started before one is waited for: an island may wait for another that has given up, until that one
     leaves.
@@ -275,7 +276,7 @@ def test_one_bit_changed_on_the_way(form, receiving, tmp_path):
     right = isles.run_local(lambda world: world.start(payload(world.rank)).wait(), 2, reduction=form)[0]
     victim = 1 if receiving else 0
     for case, (number, byte) in enumerate(flips):
-        where = f"letter {number} of {len(sizes)}, byte {byte} of {sizes[number]}"
+        where = f"message {number} of {len(sizes)}, byte {byte} of {sizes[number]}"
         errors = [result[case][0] for result in results]
         assert errors[victim] == "MismatchError", f"{where}: {errors}"
         assert errors[1 - victim] in ("LostPeerError", "nothing"), f"{where}: {errors}"
@@ -291,13 +292,16 @@ def garbage_header(rank, seed):
     """Island 1 sends noise instead of its header."""
     world = isles.TorchWorld()
     if rank == 1:
-        original = dist.isend
+        kept, begin = [], GlooTransport._begin
 
-        def noise(own, **more):
-            generator = torch.Generator().manual_seed(seed)
-            return original(torch.randint(0, 256, own.shape, generator=generator, dtype=torch.uint8), **more)
+        def noise(transport, what, part, other, kind):
+            if what == "send":
+                generator = torch.Generator().manual_seed(seed)
+                part = torch.randint(0, 256, part.shape, generator=generator, dtype=torch.uint8)
+                kept.append(part)
+            return begin(transport, what, part, other, kind)
 
-        dist.isend = noise
+        GlooTransport._begin = noise
     return outcome_of(lambda: world.start(payload(rank)).wait())
 
 
@@ -316,7 +320,7 @@ def test_nothing_from_a_peer_is_unpickled_or_evaluated():
     package = pathlib.Path(isles.__file__).parent
     forbidden_modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml"}
     forbidden_calls = {"eval", "exec", "compile", "__import__", "import_module", "load", "loads"}
-    files = [*(package / "wire").glob("*.py"), package / "core" / "agreement.py"]
+    files = [*(package / "wire").glob("*.py"), package / "core" / "handshake.py"]
     assert len(files) > 5
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

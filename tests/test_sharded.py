@@ -150,7 +150,7 @@ def diverge(rank, style):
     run.train(0, 4)
     if rank == 3:
         with torch.no_grad():
-            isles.wire.island.local(isles.core.fragments.unwrap(run.model).layers[0].up.weight).view(-1)[0] = math.inf
+            isles.core.island.local(isles.core.fragments.unwrap(run.model).layers[0].up.weight).view(-1)[0] = math.inf
     run.train(4, STEPS)
     run.diloco.finish()
     run.diloco.close()

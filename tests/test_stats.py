@@ -51,12 +51,15 @@ def test_bytes_are_those_that_crossed_the_link(update, sync_initial):
 
     def island(world):
         recording = Recording(world)
-        stats = train(recording, method, 7, sync_initial=sync_initial).stats
+        model = Tower(2, seed=world.rank if sync_initial else 0)
+        stats = train(recording, method, 7, model=model, sync_initial=sync_initial).stats
         return stats, recording
 
-    for stats, recording in isles.run_local(island, 3):
-        assert stats.bytes_sent == sum(handle.bytes_sent for handle in recording.handles) > 0
-        assert stats.bytes_received == sum(handle.bytes_received for handle in recording.handles)
+    weights = sum(parameter.nbytes for parameter in Tower(2).parameters()) if sync_initial else 0
+    for rank, (stats, recording) in enumerate(isles.run_local(island, 3)):
+        copied = (2 * weights, 0) if rank == 0 else (0, weights)  # island 0's initial weights go to the two others
+        assert stats.bytes_sent - copied[0] == sum(handle.bytes_sent for handle in recording.handles) > 0
+        assert stats.bytes_received - copied[1] == sum(handle.bytes_received for handle in recording.handles)
         outer = [payload for payload in recording.payloads if payload.round >= 1]
         assert stats.sends == stats.applies == len(outer) == 5
         assert stats.payload_bytes == sum(payload.body.numel() for payload in outer)
@@ -115,7 +118,8 @@ def test_every_event_is_told_in_order():
             ("apply", 9, 1, 2),
             ("apply", 9, 0, 2),  # by finish()
         ]
-        assert sum(event.num_bytes for event in events) == diloco.stats.bytes_sent
+        closing = sum(HEADER_BYTES + 4 * fragment.numel for fragment in diloco.fragments)  # what step 9 has added
+        assert sum(event.num_bytes for event in events) == diloco.stats.bytes_sent - closing
         assert all(event.seconds >= 0 for event in events)
         assert sum(event.seconds for event in events if event.kind == "apply") == pytest.approx(
             diloco.stats.wait_seconds

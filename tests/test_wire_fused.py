@@ -11,21 +11,20 @@ import math
 import pytest
 import torch
 
-from isles import codecs, compiling
-from isles.core import fused_outer
-from isles.core.outer import OuterSGD
+from isles import codecs
+from isles.core import outer as outer_module
+from isles.core.outer import OuterSGD, mix_in_place
 from isles.wire import fused, reduction
 from tests.golden import CODECS, METHODS, file_of, trajectory
 
 pytest.importorskip("numba")
 torch.set_num_threads(1)
-GROUPS = [*fused.GROUPS, fused_outer.GROUP]
 LENGTHS = (0, 1, 127, 128, 129, 256, 100_003)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm():
-    assert fused.warm_up(GROUPS, limit_seconds=600)
+    assert fused.warm_up()
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def without_kernels(monkeypatch):
 
     def call(action, *arguments, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(compiling, "_ready", {})
+            patch.setattr(fused, "_ready", {})
             return action(*arguments, **options)
 
     return call
@@ -90,8 +89,8 @@ def ran(monkeypatch):
     def counted(function):
         return lambda *arguments: calls.append(1) or function(*arguments)
 
-    wrapped = {g: {n: counted(f) for n, f in kernels.items()} for g, kernels in compiling._ready.items()}
-    monkeypatch.setattr(compiling, "_ready", wrapped)
+    wrapped = {g: {n: counted(f) for n, f in kernels.items()} for g, kernels in fused._ready.items()}
+    monkeypatch.setattr(fused, "_ready", wrapped)
     return calls
 
 
@@ -270,7 +269,10 @@ def test_golden_trajectories_with_kernels(preset, codec, ran):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("lr", [1.0, 0.7, 0.4])
-def test_outer_step_is_the_same(momentum, nesterov, lr, without_kernels):
+def test_outer_step_is_the_same(momentum, nesterov, lr, without_kernels, monkeypatch):
+    ran, run_kernel = [], outer_module._run_kernel
+    noted = lambda *arguments: run_kernel(*arguments) and (ran.append(arguments[0]) or True)
+    monkeypatch.setattr(outer_module, "_run_kernel", noted)
     outer = OuterSGD(lr=lr, momentum=momentum, nesterov=nesterov)
     for scale in (1e-42, 1e-5, 1.0, 1e37):
         anchor = gaussian(10_007, 1, scale)
@@ -279,17 +281,16 @@ def test_outer_step_is_the_same(momentum, nesterov, lr, without_kernels):
         for step in range(3):
             mean = gaussian(10_007, 3 + step, scale)
             before = mean.clone()
+            aside = outer.update_aside(anchor, mean, velocity)
+            expected = without_kernels(outer.update_aside, anchor, mean, velocity)
+            assert all(one is two is None or same(one, two) for one, two in zip(aside, expected, strict=True))
             without_kernels(outer.update, anchor, mean, velocity)
-            assert fused_outer.update(other, mean, speed, lr=lr, momentum=momentum, nesterov=nesterov)
+            outer.update(other, mean, speed)
             assert same(other, anchor)
+            assert same(aside[0], anchor), "a step in other memory is the same step"
             assert same(mean, before)
             assert speed is None or velocity is None or same(speed, velocity)
-            room = outer.room_for(anchor)
-            outer.update_into(room, anchor, mean, velocity)
-            expected = outer.room_for(anchor)
-            without_kernels(outer.update_into, expected, anchor, mean, velocity)
-            assert all(one is two is None or same(one, two) for one, two in zip(room, expected, strict=True))
-            assert same(other, anchor), "a step into other memory leaves the rest alone"
+    assert bool(ran) == (nesterov and momentum > 0)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.1, 0.9, 1 / 3])
@@ -297,23 +298,22 @@ def test_mixing_is_the_same(alpha):
     for scale in (1e-42, 1.0, 1e38):
         theta, anchor = gaussian(10_007, 1, scale), gaussian(10_007, 2, scale)
         expected, before = theta * alpha + anchor * (1 - alpha), anchor.clone()
-        assert fused_outer.mix([theta[:3], theta[3:3], theta[3:]], anchor, alpha)
+        assert mix_in_place([theta[:3], theta[3:3], theta[3:]], anchor, alpha)
         assert same(theta.nan_to_num(), expected.nan_to_num())
         assert same(anchor, before)
 
 
 def test_outer_kernels_apply_to_plain_fp32_memory_only(monkeypatch):
-    good, numbers = torch.zeros(10), {"lr": 1.0, "momentum": 0.9, "nesterov": True}
-    assert fused_outer.mix([good], good.clone(), 0.5)
-    assert fused_outer.update(good, good.clone(), good.clone(), **numbers)
+    good, run_kernel = torch.zeros(10), outer_module._run_kernel
+    assert mix_in_place([good], good.clone(), 0.5)
+    assert run_kernel("nesterov", [good, good.clone(), good.clone()], 1.0, 0.9)
     for bad in (good.double(), good.bfloat16(), torch.zeros(20)[::2], torch.zeros(10, requires_grad=True)):
-        assert not fused_outer.mix([good, bad], torch.zeros(20), 0.5)
-        assert not fused_outer.mix([good], bad, 0.5)
-        assert not fused_outer.update(good, bad, good.clone(), **numbers)
-        assert not fused_outer.update(good, good.clone(), bad, **numbers)
-        assert not fused_outer.nesterov_into(good, good, good, (bad, good.clone()), lr=1.0, momentum=0.9)
-    monkeypatch.setattr(compiling, "_ready", {})
-    assert not fused_outer.mix([good], good.clone(), 0.5)
+        assert not mix_in_place([good, bad], torch.zeros(20), 0.5)
+        assert not mix_in_place([good], bad, 0.5)
+        assert not run_kernel("nesterov", [good, bad, good.clone()], 1.0, 0.9)
+        assert not run_kernel("nesterov_into", [good, good, good, bad, good.clone()], 1.0, 0.9)
+    monkeypatch.setattr(fused, "_ready", {})
+    assert not mix_in_place([good], good.clone(), 0.5)
 
 
 # ---- outer gradients

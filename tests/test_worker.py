@@ -1,4 +1,4 @@
-"""Threads that work in turn: order, failures, and what comes before them.
+"""Threads that run jobs in order: failures, and what comes before them.
 
 A thread is held at a gate until all jobs are in its queue, so that the order is not a matter of luck.
 """
@@ -9,36 +9,38 @@ import weakref
 
 import pytest
 
-from isles.wire.worker import Fate, Worker
+from isles.wire.worker import FirstFailure, Inline, Worker, stop_all
 
 
 @pytest.fixture
 def worker():
-    worker = Worker("test", Fate())
+    worker = Worker("test", FirstFailure())
     yield worker
-    worker.stop()
+    stop_all([worker])
 
 
-def test_earlier_turns_go_first_and_each_in_its_order(worker):
+def test_earlier_rounds_go_first_and_each_in_its_order(worker):
     gate, seen = threading.Event(), []
     worker.do(gate.wait)
-    jobs = [worker.do(seen.append, (turn, number), turn=turn) for number in range(3) for turn in (2, 1, 3)]
+    jobs = [
+        worker.do(seen.append, (sequence, number), sequence=sequence) for number in range(3) for sequence in (2, 1, 3)
+    ]
     gate.set()
     for job in jobs:
         job.result(timeout=60)
-    assert seen == [(turn, number) for turn in (1, 2, 3) for number in range(3)]
+    assert seen == [(sequence, number) for sequence in (1, 2, 3) for number in range(3)]
 
 
-def test_a_failure_ends_its_turn_and_all_later_ones_for_all_threads():
-    fate = Fate()
-    workers = Worker("one", fate), Worker("other", fate)
+def test_a_failure_ends_its_round_and_all_later_ones_for_all_threads():
+    failure = FirstFailure()
+    workers = Worker("one", failure), Worker("other", failure)
     try:
-        failed = workers[0].do(lambda: 1 // 0, turn=5)
+        failed = workers[0].do(lambda: 1 // 0, sequence=5)
         assert isinstance(failed.exception(timeout=60), ZeroDivisionError)
         for worker in workers:
             gate = threading.Event()
-            worker.do(gate.wait, turn=4)
-            earlier, same, later = (worker.do(lambda: "done", turn=turn) for turn in (4, 5, 6))
+            worker.do(gate.wait, sequence=4)
+            earlier, same, later = (worker.do(lambda: "done", sequence=sequence) for sequence in (4, 5, 6))
             gate.set()
             assert earlier.result(timeout=60) == "done"
             for after in (same.exception(timeout=60), later.exception(timeout=60)):
@@ -46,7 +48,7 @@ def test_a_failure_ends_its_turn_and_all_later_ones_for_all_threads():
                 assert after.__cause__ is failed.exception()
     finally:
         for worker in workers:
-            worker.stop()
+            stop_all([worker])
 
 
 class Peculiar(Exception):
@@ -59,9 +61,9 @@ class Peculiar(Exception):
 @pytest.mark.parametrize("error", [OSError(5, "broken"), Peculiar("here", "there")], ids=lambda error: str(error))
 def test_an_error_that_is_raised_again_and_again_remembers_nobody(error):
     """What a job holds would otherwise live as long as the error, and grow with every job that fails."""
-    fate = Fate()
-    fate.fail(0, error)
-    worker = Worker("test", fate)
+    failure = FirstFailure()
+    failure.record(0, error)
+    worker = Worker("test", failure)
 
     class Large:
         pass
@@ -73,7 +75,7 @@ def test_an_error_that_is_raised_again_and_again_remembers_nobody(error):
         failed = worker.do(lambda large=large: large).exception(timeout=60)
         assert str(error) in str(failed)
         del large, failed
-    worker.stop()
+    stop_all([worker])
     gc.collect()
     assert [each() for each in held] == [None] * 10
     assert error.__traceback__ is None
@@ -82,7 +84,7 @@ def test_an_error_that_is_raised_again_and_again_remembers_nobody(error):
 def test_nobody_waits_for_a_thread_that_has_ended():
     worker = Worker("test")
     assert worker.do(lambda: 1).result(timeout=60) == 1
-    worker.stop()
+    stop_all([worker])
     with pytest.raises(RuntimeError, match="test has ended"):
         worker.do(lambda: 1)
 
@@ -101,12 +103,38 @@ def test_a_thread_ends_when_nobody_knows_its_worker():
     assert not thread.is_alive()
 
 
-def test_what_fails_later_in_an_earlier_turn_counts():
-    fate = Fate()
-    fate.fail(7, ValueError("later"))
-    fate.fail(3, ValueError("earlier"))
-    fate.fail(5, ValueError("too late"))
-    fate.check(2)
-    for turn in (3, 7, 9):
+def test_what_fails_later_in_an_earlier_round_counts():
+    failure = FirstFailure()
+    failure.record(7, ValueError("later"))
+    failure.record(3, ValueError("earlier"))
+    failure.record(5, ValueError("too late"))
+    failure.check(2)
+    for sequence in (3, 7, 9):
         with pytest.raises(ValueError, match="earlier"):
-            fate.check(turn)
+            failure.check(sequence)
+
+
+def test_without_a_thread_jobs_run_in_order_when_one_is_waited_for():
+    inline, seen = Inline(), []
+    jobs = [inline.do(seen.append, number, sequence=number) for number in range(4)]
+    assert seen == []
+    inline.run_until(jobs[2])
+    assert seen == [0, 1, 2]
+    broken = inline.do(lambda: 1 // 0, sequence=4)
+    later = inline.do(seen.append, 5, sequence=5)
+    inline.run_until(later)
+    assert seen == [0, 1, 2, 3]
+    assert isinstance(broken.exception(), ZeroDivisionError)
+    assert repr(later.exception()) == repr(broken.exception())
+
+
+def test_what_interrupts_a_job_without_a_thread_reaches_the_caller_and_ends_later_jobs():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    inline = Inline()
+    first, second = inline.do(interrupt, sequence=0), inline.do(lambda: 1, sequence=1)
+    with pytest.raises(KeyboardInterrupt):
+        inline.run_until(first)
+    inline.run_until(second)
+    assert "interrupted by KeyboardInterrupt" in str(second.exception())

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import isles
-from isles.wire import mail, reduction
-from isles.wire.mail import Kind
+from isles.wire import reduction, torch_world
+from isles.wire.exchange import Kind
+from isles.wire.torch_world import GlooTransport
 from isles.wire.world import Payload
 from tests import processes
 
@@ -66,7 +67,7 @@ def all_rounds(world):
 
 
 def all_rounds_in_process(rank, form, slice_bytes, part_bytes):
-    mail.SLICE_BYTES, reduction.PART_BYTES = slice_bytes, part_bytes
+    torch_world.SLICE_BYTES, reduction.PART_BYTES = slice_bytes, part_bytes
     return all_rounds(isles.TorchWorld(timeout=60, reduction=form))
 
 
@@ -109,13 +110,13 @@ def test_the_mean_of_the_largest_values_is_finite(codec):
 def count_bytes(rank, form):
     """What is handed to the transport for each round, next to what the handle says."""
     handed = [0]
-    isend = dist.isend
+    begin = GlooTransport._begin
 
-    def counted_isend(own, **more):
-        handed[0] += own.nbytes
-        return isend(own, **more)
+    def counted_begin(transport, what, part, other, kind):
+        handed[0] += part.nbytes if what == "send" else 0
+        return begin(transport, what, part, other, kind)
 
-    dist.isend = counted_isend
+    GlooTransport._begin = counted_begin
     world = isles.TorchWorld(timeout=60, reduction=form)
     counts = []
     for codec in isles.codecs:
@@ -154,7 +155,7 @@ def notes(world):
 
 
 def notes_in_process(rank):
-    mail.SLICE_BYTES = 300
+    torch_world.SLICE_BYTES = 300
     return notes(isles.TorchWorld(timeout=60))
 
 
@@ -230,20 +231,16 @@ def test_wrong_arguments_of_a_world(tmp_path):
             assert said[name] in message, f"{name}: {message}"
 
 
-def order_of_letters(rank, form):
-    """What is handed to the transport, and when, in two rounds of four slices or parts."""
-    mail.SLICE_BYTES = reduction.PART_BYTES = 300
-    calls, isend, irecv = [], dist.isend, dist.irecv
+def order_of_messages(rank, form):
+    """What is handed to gloo, and when, in two rounds of four slices or parts."""
+    torch_world.SLICE_BYTES = reduction.PART_BYTES = 300
+    calls, begin = [], GlooTransport._begin
 
-    def noted_isend(letter, *, group_dst, tag, **more):
-        calls.append(("send", tag, group_dst))
-        return isend(letter, group_dst=group_dst, tag=tag, **more)
+    def noted_begin(transport, what, part, other, kind):
+        calls.append((what, kind, other))
+        return begin(transport, what, part, other, kind)
 
-    def noted_irecv(letter, *, group_src, tag, **more):
-        calls.append(("expect", tag, group_src))
-        return irecv(letter, group_src=group_src, tag=tag, **more)
-
-    dist.isend, dist.irecv = noted_isend, noted_irecv
+    GlooTransport._begin = noted_begin
     world = isles.TorchWorld(timeout=60, reduction=form)
     for number in (1, 2):
         values = torch.ones(1200 if form == "all-gather" else 3 * 1200)
@@ -252,35 +249,35 @@ def order_of_letters(rank, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_receivers_are_ready_early_and_nobody_waits_long_for_a_slice(form, tmp_path):
-    """Everybody is ready for the next header, and for all of a round, before it says that it begins. Slices go to all
+def test_receives_are_posted_early_and_nobody_waits_long_for_a_slice(form, tmp_path):
+    """Receives for the next header, and for all of a round, are posted before the round is announced. Slices go to all
     others in turn, so that each of them hears from every island all the time.
     """
-    for rank, calls in enumerate(processes.values(order_of_letters, 3, tmp_path, form)):
+    for rank, calls in enumerate(processes.values(order_of_messages, 3, tmp_path, form)):
         after, before = [(rank + 1) % 3, (rank + 2) % 3], [(rank + 2) % 3, (rank + 1) % 3]
-        assert calls[:2] == [("expect", Kind.HEADER, other) for other in before]
+        assert calls[:2] == [("recv", Kind.HEADER, other) for other in before]
         headers = [place for place, call in enumerate(calls) if call[:2] == ("send", Kind.HEADER)]
-        bodies = {what: [call[2] for call in calls if call[:2] == (what, Kind.BODY)] for what in ("send", "expect")}
+        bodies = {what: [call[2] for call in calls if call[:2] == (what, Kind.BODY)] for what in ("send", "recv")}
         assert len(headers) == 4
         assert bodies["send"] == len(bodies["send"]) // 2 * after
-        assert bodies["expect"] == len(bodies["expect"]) // 2 * before
-        assert len(bodies["send"]) == len(bodies["expect"]) >= 2 * 2 * 4, "rounds, islands, slices"
+        assert bodies["recv"] == len(bodies["recv"]) // 2 * before
+        assert len(bodies["send"]) == len(bodies["recv"]) >= 2 * 2 * 4, "rounds, islands, slices"
         for number, begin in enumerate((headers[0], headers[2]), start=1):
-            ready = [call[1] for call in calls[:begin] if call[0] == "expect"]
+            ready = [call[1] for call in calls[:begin] if call[0] == "recv"]
             assert ready.count(Kind.HEADER) == 2 * (number + 1)
-            assert ready.count(Kind.BODY) == len(bodies["expect"]) * number // 2
+            assert ready.count(Kind.BODY) == len(bodies["recv"]) * number // 2
             assert form == "all-gather" or ready.count(Kind.MEAN) == ready.count(Kind.BODY)
 
 
 def let_go_of_the_world(rank):
-    """Only the handle of a round is kept, and its letters go when the world has no other friend."""
-    alone, isend = threading.Event(), dist.isend
+    """Only the handle of a round is kept, and its messages go when nobody else refers to the world."""
+    alone, begin = threading.Event(), GlooTransport._begin
 
-    def held_isend(letter, *, tag, **more):
-        assert tag == Kind.HEADER or alone.wait(60)
-        return isend(letter, tag=tag, **more)
+    def held_begin(transport, what, part, other, kind):
+        assert what == "recv" or kind == Kind.HEADER or alone.wait(60)
+        return begin(transport, what, part, other, kind)
 
-    dist.isend = held_isend
+    GlooTransport._begin = held_begin
     handle = isles.TorchWorld(timeout=60, reduction="reduce-scatter").start(payload(torch.ones(300)))
     gc.collect()
     time.sleep(3 if rank == 0 else 0)  # longer than threads that are told to end are waited for
@@ -298,7 +295,7 @@ def threads_after_use(rank):
     handle.wait()
     world.gather(b"hello")
     during = sum(thread.name.startswith("isles") for thread in threading.enumerate())
-    assert len(world._mail.under_way) == 1, "the next header of the other island, and nothing of what has come"
+    assert len(world._transport._posted) == 1, "the next header of the other island, and nothing of what has come"
     del world
     gc.collect()
     for thread in threading.enumerate():
@@ -308,4 +305,4 @@ def threads_after_use(rank):
 
 
 def test_a_world_that_nobody_holds_ends_its_threads(tmp_path):
-    assert processes.values(threads_after_use, 2, tmp_path) == [(5, [])] * 2
+    assert processes.values(threads_after_use, 2, tmp_path) == [(4, [])] * 2

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from isles import compiling
+from isles.wire import fused
 
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Hides all kernels from the whole process for a while, as ISLES_FUSED=0 does from the beginning."""
-    compiling.warm_up()  # nothing is compiled meanwhile
-    ready = dict(compiling._ready)
-    compiling._ready.clear()
+    fused.warm_up()
+    ready = dict(fused._ready)
+    fused._ready.clear()
     try:
         yield
     finally:
-        compiling._ready.update(ready)
+        fused._ready.update(ready)

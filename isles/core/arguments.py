@@ -9,22 +9,35 @@ from torch import nn
 
 from isles.core.fragments import trainable_parameters
 from isles.core.method import Method
+from isles.wire.message import check_byte_order
 
-engaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+optimizers_in_use: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have an open DiLoCo: with two of them every step would count twice."""
+
+
+def unwrap_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """The optimizer whose `step` can be hooked: the one inside a wrapper, such as accelerate's."""
+    inner = optimizer
+    while not hasattr(inner, "_optimizer_step_post_hooks") and hasattr(inner, "param_groups"):
+        inner = getattr(inner, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(inner, "_optimizer_step_post_hooks"):
+        raise ValueError(
+            f"optimizer must be a torch.optim.Optimizer, or a wrapper that has one as .optimizer, not "
+            f"{type(optimizer).__name__}"
+        )
+    return inner
 
 
 def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, weight: float) -> None:
     """Raises ValueError, with what to do about it, unless these go together."""
+    check_byte_order()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if not isinstance(method, Method):
         raise ValueError(f"method must be an isles.Method, such as isles.Method.streaming(), not {method!r}")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1e300:
-        raise ValueError(f"weight={weight!r} must be a number greater than 0: this island's say in the mean")
-    if optimizer in engaged:
+        raise ValueError(f"weight={weight!r} must be a number greater than 0: this island's share in the mean")
+    if optimizer in optimizers_in_use:
         raise ValueError(
             "this optimizer already has a DiLoCo: close() it, or leave its with block, before making another"
         )
@@ -39,7 +52,7 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method: 
         )
 
 
-def check_options(world: object, sync_initial: object, on_event: object) -> None:
+def check_options(world: object, sync_initial: object, on_event: object, outer_optimizer: object) -> None:
     """The same for what may be left out."""
     parts = ("rank", "size", "start", "gather")
     if world is not None and (isinstance(world, type) or not all(hasattr(world, part) for part in parts)):
@@ -48,6 +61,11 @@ def check_options(world: object, sync_initial: object, on_event: object) -> None
         raise ValueError(f"sync_initial={sync_initial!r} must be True or False")
     if on_event is not None and not callable(on_event):
         raise ValueError(f"on_event={on_event!r} must be a function that takes an isles.Event, or None")
+    if outer_optimizer is not None and not callable(outer_optimizer):
+        raise ValueError(
+            f"outer_optimizer={outer_optimizer!r} must be a function from a list of anchors to a torch.optim.Optimizer, "
+            "such as lambda anchors: torch.optim.AdamW(anchors, lr=0.1), or None for the method's own"
+        )
 
 
 def check_overlap(overlap: int | None, method: Method) -> int:

@@ -25,8 +25,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from isles.core.island import SOLE, Copies, Island, local
 from isles.core.method import Method
-from isles.wire.island import SOLE, Copies, Island, local
 from isles.wire.memory import remember
 
 logger = logging.getLogger("isles")
@@ -35,7 +35,7 @@ WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 
 
 class Fragment:
-    """Some parameters of a model as one flat vector: what this rank answers for of them (see `isles.wire.island`)."""
+    """Some parameters of a model as one flat vector: what this rank exchanges of them (see `isles.core.island`)."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], island: Island | None = None) -> None:
         pairs = list(named_parameters)
@@ -58,6 +58,10 @@ class Fragment:
     def tensors(self) -> list[Tensor]:
         """The storage of the parameters on this rank, writable, outside autograd."""
         return [local(parameter) for parameter in self.parameters]
+
+    def named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Parameters with their names."""
+        return zip(self.names, self.parameters, strict=True)
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """This rank's part of tensors like the parameters: a new flat fp32 vector that shares no memory with them."""
@@ -144,13 +148,21 @@ def cut(model: nn.Module, method: Method, island: Island | None = None) -> list[
         raise ValueError(
             "the model has no trainable parameters: nothing to synchronise (is requires_grad off everywhere?)"
         )
+    _check_kinds(parameters)
     if isinstance(method.fragments, Sequence):
         groups = _by_name(unwrap(model), parameters, method.fragments)
     else:
         groups = _by_layer(unwrap(model), parameters, method)
-    complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
-    if complex_ones:
-        raise ValueError(f"{_some(complex_ones)}: complex parameters are not supported; store real and imaginary part")
+    for number, names in enumerate(groups):
+        devices = {parameters[name].device: name for name in names}
+        if len(devices) > 1:
+            where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            raise ValueError(
+                f"fragment {number} has parameters on several devices ({where}): move the model to one device, or give "
+                "fragments= as lists of parameter names, each on one device"
+            )
+        if "meta" in (device.type for device in devices):
+            raise ValueError(f"{_some(names)}: parameters on the meta device have no values; use model.to_empty()")
     fragments = [Fragment(((name, parameters[name]) for name in names), island) for names in groups]
     empty = sum(not fragment.names for fragment in fragments)
     if empty:
@@ -158,6 +170,16 @@ def cut(model: nn.Module, method: Method, island: Island | None = None) -> list[
             "%d of %d fragments are empty, and never sent: the model has fewer parts than that", empty, len(fragments)
         )
     return fragments
+
+
+def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
+    """Raises unless every parameter has a shape, and values that can be averaged."""
+    lazy = [name for name, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ValueError(f"{_some(lazy)}: lazy parameters have no shape yet; run one forward pass first")
+    complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
+    if complex_ones:
+        raise ValueError(f"{_some(complex_ones)}: complex parameters are not supported; store real and imaginary part")
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,40 +7,45 @@ moves the anchor towards the islands. With Delta the mean and v the velocity,
     anchor <-  anchor - lr * (Delta + mu * v)      Nesterov
     anchor <-  anchor - lr * v                     plain momentum
 
-which is the form of torch.optim.SGD. lr = 1 and mu = 0 replace the anchor by the average of the islands.
+which is the form of torch.optim.SGD. lr = 1 and mu = 0 replace the anchor by the average of the islands. `OuterSGD` is
+that; `TorchOuter` is any other optimizer of torch's, with Delta as the gradient of the anchor.
 
-Every product and sum below is an operation of its own, each rounded as IEEE prescribes. A fused multiply-add would be
-faster by a little, and would round differently on different processors: islands of unlike hardware would drift apart.
+Every product and sum of `OuterSGD` is an operation of its own, each rounded as IEEE prescribes. A fused multiply-add
+would be faster by a little, and would round differently on different processors: islands of unlike hardware would drift
+apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from isles.core import fused_outer
 from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.wire import fused
 from isles.wire.codec import Codec
-from isles.wire.memory import empty, empty_payload, remember
+from isles.wire.memory import empty, empty_payload, memory_of, remember
 from isles.wire.packing import is_finite
 
 Position = tuple[Tensor, Tensor | None]
 """An anchor and its velocity, if there is momentum."""
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
-@dataclass(frozen=True)
 class OuterSGD:
     """SGD with (Nesterov) momentum on a flat fp32 anchor, in place; the state is the velocity, explicit and per
     fragment.
     """
 
-    lr: float
-    momentum: float
-    nesterov: bool
+    def __init__(self, *, lr: float, momentum: float, nesterov: bool) -> None:
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self._spare: dict[int, list[Position]] = defaultdict(list)
+        """Memory that was used before, by the number of values: several times as fast as new memory, which the system
+        has to clear."""
 
     @classmethod
     def of(cls, method: Method) -> OuterSGD:
@@ -50,33 +55,94 @@ class OuterSGD:
         """The velocity before the first update; None where there is no momentum to remember."""
         return remember(anchor.new_zeros(anchor.shape)) if self.momentum else None
 
-    def room_for(self, anchor: Tensor) -> Position:
-        """New memory for an anchor and its velocity."""
-        room = empty(anchor.numel(), anchor.device)
-        return room, empty(anchor.numel(), anchor.device) if self.momentum else None
-
     def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
-        if fused_outer.update(anchor, mean, velocity, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov):
-            return
         if velocity is None:
             anchor.sub_(mean * self.lr)
+            return
+        if self.nesterov and _run_kernel("nesterov", [anchor, mean, velocity], self.lr, self.momentum):
             return
         velocity.mul_(self.momentum).add_(mean)
         direction = velocity.mul(self.momentum).add_(mean) if self.nesterov else velocity
         anchor.sub_(direction * self.lr)
 
-    def update_into(self, new: Position, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
-        """The same, but what anchor and velocity are after the step is written to other memory."""
-        new_anchor, new_velocity = new
+    def update_aside(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> Position:
+        """The same in other memory, so that it may be done before its time: anchor and velocity after the step."""
+        spare = self._spare[anchor.numel()]
+        new_anchor, new_velocity = spare.pop() if spare else self._room_for(anchor)
         if velocity is not None and new_velocity is not None:
-            room = new_anchor, new_velocity
-            if self.nesterov and fused_outer.nesterov_into(
-                anchor, mean, velocity, room, lr=self.lr, momentum=self.momentum
-            ):
-                return
+            vectors = [anchor, mean, velocity, new_anchor, new_velocity]
+            if self.nesterov and _run_kernel("nesterov_into", vectors, self.lr, self.momentum):
+                return new_anchor, new_velocity
             new_velocity.copy_(velocity)
         self.update(new_anchor.copy_(anchor), mean, new_velocity)
+        return new_anchor, new_velocity
+
+    def give_back(self, anchor: Tensor, velocity: Tensor | None) -> None:
+        """Memory for a later `update_aside`."""
+        self._spare[anchor.numel()].append((anchor, velocity))
+
+    def _room_for(self, anchor: Tensor) -> Position:
+        room = empty(anchor.numel(), anchor.device)
+        return room, empty(anchor.numel(), anchor.device) if self.momentum else None
+
+
+class TorchOuter:
+    """Any optimizer of torch's as the outer one, made by the user from the anchors of all fragments.
+
+    Where the outer state is offloaded, it works there, in host memory.
+    """
+
+    def __init__(self, make: MakeOptimizer, anchors: list[Tensor]) -> None:
+        self._make, self._anchors = make, anchors
+        self.optimizer = make(list(anchors))
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"outer_optimizer={make!r} made {type(self.optimizer).__name__}: it must be a function from a list of "
+                "anchors to a torch.optim.Optimizer, such as lambda anchors: torch.optim.AdamW(anchors, lr=0.1)"
+            )
+        held = {id(tensor) for group in self.optimizer.param_groups for tensor in group["params"]}
+        if held != {id(anchor) for anchor in anchors}:
+            raise ValueError(
+                "the optimizer that outer_optimizer made does not hold the anchors that it was given, all of them and "
+                "nothing else: make it from its argument, as in lambda anchors: torch.optim.AdamW(anchors, lr=0.1)"
+            )
+
+    def describe(self) -> str:
+        """What has to be the same on all islands."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return f"{type(self.optimizer).__name__} {groups}"
+
+    def update(self, anchor: Tensor, mean: Tensor) -> None:
+        """One outer step of one fragment; the others have no gradient, and torch's optimizers leave them alone."""
+        anchor.grad = mean
+        try:
+            self.optimizer.step()
+        finally:
+            anchor.grad = None
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """What the optimizer remembers of a fragment; zeros before its first step, so that there is always the same."""
+        state = self.optimizer.state.get(self._anchors[index])
+        if state:
+            return dict(state)
+        anchor = torch.zeros_like(self._anchors[index])
+        probe = self._make([anchor])
+        anchor.grad = torch.zeros_like(anchor)
+        probe.step()
+        return {
+            name: value.zero_() if isinstance(value, Tensor) else value for name, value in probe.state[anchor].items()
+        }
+
+    def has_stepped(self, index: int) -> bool:
+        return bool(self.optimizer.state.get(self._anchors[index]))
+
+    def load_state(self, index: int, state: dict[str, Any]) -> None:
+        """Puts the memory of a fragment back; an empty one means that it has not taken a step."""
+        if state:
+            self.optimizer.state[self._anchors[index]] = state
+        else:
+            self.optimizer.state.pop(self._anchors[index], None)
 
 
 def outer_gradient(anchor: Tensor, fragment: Fragment, residual: Tensor | None) -> tuple[Tensor, bool]:
@@ -113,18 +179,41 @@ def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:
         fragment.write(anchor)
     elif alpha < 1:
         tensors = fragment.tensors_in_place()
-        if tensors is not None and fused_outer.mix(tensors, anchor, alpha):
+        if tensors is not None and mix_in_place(tensors, anchor, alpha):
             return
         if (pairs := fragment.pairs(anchor)) is not None:
             for theta, part in pairs:
-                mix_vectors(theta, part, alpha)
+                theta.mul_(alpha).add_(part * (1 - alpha))
         else:
-            theta = fragment.read()
-            mix_vectors(theta, anchor, alpha)
-            fragment.write(theta)
+            fragment.write(fragment.read().mul_(alpha).add_(anchor * (1 - alpha)))
 
 
-def mix_vectors(theta: Tensor, anchor: Tensor, alpha: float) -> None:
-    """The same for flat vectors, in place."""
-    if not fused_outer.mix([theta], anchor, alpha):
-        theta.mul_(alpha).add_(anchor * (1 - alpha))
+def mix_in_place(thetas: Sequence[Tensor], anchor: Tensor, alpha: float) -> bool:
+    """The same in one pass, theta being several tensors one after the other; returns whether it was done."""
+    group, whole = fused.kernels(fused.OUTER), memory_of(anchor)
+    parts = [part for theta in thetas if (part := memory_of(theta)) is not None]
+    if group is None or whole is None or len(parts) < len(thetas):
+        return False
+    first = 0
+    for part in parts:
+        group["mix"](part, whole, first, alpha)
+        first += len(part)
+    assert first == len(whole)
+    return True
+
+
+def _run_kernel(name: str, vectors: Sequence[Tensor], *numbers: float) -> bool:
+    """Runs a kernel of the outer step, if it is compiled and all vectors are plain memory; returns whether it did."""
+    group, arrays = fused.kernels(fused.OUTER), [memory_of(vector) for vector in vectors]
+    if group is None or any(array is None for array in arrays):
+        return False
+    assert len({len(array) for array in arrays if array is not None}) == 1
+    group[name](*arrays, *numbers)
+    return True
+
+
+def move_along(fragment: Fragment, old: Tensor, new: Tensor) -> None:
+    """theta_m = theta_m + (anchor_new - anchor_old), for an island whose outer gradient was not in the round: what it has
+    learned is still in anchor - theta, and goes into its next one.
+    """
+    fragment.write(fragment.read() + (new - old))

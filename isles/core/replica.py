@@ -1,21 +1,24 @@
 """An island's own copy of the model: what is trained here, and what a checkpoint has to bring back.
 
-Parameters are seen through the fragments; besides them there are frozen parameters, which all islands must
-have alike, buffers such as BatchNorm statistics, and the inner optimizer, whose state never leaves the
-island.
+Trainable parameters are seen through the fragments. Besides them there are frozen parameters, which all islands must
+have alike, buffers such as BatchNorm statistics, and the inner optimizer, whose state never leaves the island.
+
+What takes part is fixed when a DiLoCo is made. A parameter that is unfrozen, frozen, replaced or parametrised later
+would be left out without anybody noticing, so the set is compared before every send.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isles.core.fragments import Fragment, clean_name, unwrap
-from isles.wire.island import Island, local
+from isles.core.fragments import Fragment, clean_name, trainable_parameters, unwrap
+from isles.core.island import Island, local
 from isles.wire.packing import is_finite
 
 
@@ -27,49 +30,97 @@ class Replica:
     ) -> None:
         self.optimizer = optimizer
         self.fragments = fragments
-        self.frozen = Fragment(
-            ((clean_name(n), p) for n, p in unwrap(model).named_parameters() if not p.requires_grad), island
-        )
         self._model = unwrap(model)
         self._island = island
+        self._structure = _Structure(self._model)
+        self._good_buffers: dict[str, Tensor] = {}
+        """The float buffers as they were when they were last seen to be finite."""
+        self.remember_buffers()
+
+    # ---- what takes part
+
+    def check_trainable(self) -> None:
+        """Raises ValueError if a parameter has been frozen, unfrozen, replaced or added since the DiLoCo was made."""
+        if self._structure.is_as_it_was():
+            return
+        then = {name: parameter for fragment in self.fragments for name, parameter in fragment.named()}
+        now = trainable_parameters(self._model)
+        for name in [*then, *(name for name in now if name not in then)]:
+            if then.get(name) is not now.get(name):
+                what = "is no longer trainable" if name not in now else "is new or newly trainable"
+                what = "has been replaced" if name in now and name in then else what
+                raise ValueError(
+                    f"the parameter {name} {what} since this DiLoCo was made, and islands would not synchronise it: "
+                    "change the model first, then make the DiLoCo (to go on, close this one and make another)"
+                )
+        self._structure = _Structure(self._model)  # what has changed is no affair of ours
+
+    # ---- tensors that are not trained here
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Parameters that no island trains, as this rank holds them."""
+        named = self._model.named_parameters()
+        return {clean_name(name): local(p) for name, p in named if not p.requires_grad}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a checkpoint of the model holds; those that a model computes for itself (masks,
-        tables) are left out.
+        """The buffers that a checkpoint of the model holds; those that a model computes for itself (masks, tables) are
+        left out.
         """
-        named = {clean_name(name): buffer for name, buffer in self._model.named_buffers()}
+        named = {clean_name(name): local(buffer) for name, buffer in self._model.named_buffers()}
         kept = {clean_name(name) for name in self._model.state_dict(keep_vars=True)}
         return {name: buffer for name, buffer in named.items() if name in kept}
 
-    def heal_optimizer(self) -> None:
-        """Forgets the optimizer's state of a parameter where it is not finite: a moment that is NaN stays NaN.
+    def trained(self) -> dict[str, Tensor]:
+        """Trainable parameters, as this rank holds them."""
+        return {n: t for part in self.fragments for n, t in zip(part.names, part.tensors(), strict=True)}
 
-        All of a parameter's state, not only the entries that are not finite: without its second moment, what is left of
-        the first would make an enormous step.
+    # ---- recovery from what is not finite
+
+    def remember_buffers(self) -> None:
+        """Keeps a copy of the float buffers that are finite, to go back to."""
+        for name, buffer in self.buffers().items():
+            if buffer.is_floating_point() and is_finite(buffer):
+                self._good_buffers[name] = buffer.clone()
+
+    def heal(self) -> None:
+        """Resets what is not finite: buffers to when they were, moments of the optimizer to zero (a NaN stays NaN).
+
+        All of a parameter's moments, not only the entries that are not finite: without its second moment, what is left
+        of the first would make an enormous step.
         """
+        for name, buffer in self.buffers().items():
+            if name in self._good_buffers and not is_finite(buffer):
+                buffer.copy_(self._good_buffers[name])
+        # By parameter, in the order of the groups, which is the same on all ranks of the island; which of them have a
+        # state is not.
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         moments_of = [
-            [local(value) for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
-            for state in self.optimizer.state.values()
+            [
+                local(value)
+                for value in self.optimizer.state.get(parameter, {}).values()
+                if isinstance(value, Tensor) and value.is_floating_point()
+            ]
+            for parameter in parameters
         ]
-        astray = self._island.any([not all(map(is_finite, moments)) for moments in moments_of])
-        for moment in itertools.chain.from_iterable(itertools.compress(moments_of, astray)):
+        broken = self._island.any([not all(map(is_finite, moments)) for moments in moments_of])
+        for moment in itertools.chain.from_iterable(itertools.compress(moments_of, broken)):
             if moment.dim() > 0:  # a count of steps stays
                 moment.zero_()
 
+    # ---- checkpoints
+
     def state_dict(self, sharded: bool = False) -> dict[str, Any]:
-        """A copy of everything; `sharded` is the form that the ranks of an island save together."""
+        """A copy of everything, on the CPU; `sharded` is the form that the ranks of an island save together."""
         if sharded:
             from torch.distributed.checkpoint.state_dict import get_state_dict
 
             model, optimizer = get_state_dict(self._model, self.optimizer)
             return copy.deepcopy({"model": model, "optimizer": optimizer})
-        parameters = {
-            name: tensor.clone()
-            for fragment in self.fragments
-            for name, tensor in zip(fragment.names, fragment.tensors(), strict=True)
+        return {
+            "parameters": host_copy(self.trained()),
+            "buffers": host_copy(self.buffers()),
+            "optimizer": host_copy(self.optimizer.state_dict()),
         }
-        buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
-        return {"parameters": parameters, "buffers": buffers, "optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any], sharded: bool = False) -> None:
         """All or nothing: what does not fit is found before anything is changed."""
@@ -81,13 +132,45 @@ class Replica:
             return
         if not {"parameters", "buffers", "optimizer"} <= state.keys():
             raise ValueError("this is not a state of isles.DiLoCo (version 1): a part of the replica is missing")
-        own, saved = self._tensors(), {**state["parameters"], **state["buffers"]}
+        own, saved = {**self.trained(), **self.buffers()}, {**state["parameters"], **state["buffers"]}
         if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
             raise ValueError("the checkpoint is of another model: its parameters or buffers have other names or shapes")
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         for name, tensor in own.items():
             tensor.copy_(saved[name])
 
-    def _tensors(self) -> dict[str, Tensor]:
-        parameters = {n: t for part in self.fragments for n, t in zip(part.names, part.tensors(), strict=True)}
-        return {**parameters, **self.buffers()}
+
+class _Structure:
+    """Which modules and parameters a model consists of, and which of them are trainable, to be compared in microseconds.
+
+    FSDP2 puts gathered parameters in the place of its shards now and then, so of those only `requires_grad` counts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._dicts = [each for module in modules for each in (module._parameters, module._modules)]
+        self._sizes = list(map(len, self._dicts))
+        places = [(each, name, value) for each in self._dicts for name, value in each.items()]
+        plain = [place for place in places if isinstance(place[2], nn.Module) or type(place[2]) is nn.Parameter]
+        self._places = tuple(zip(*plain, strict=True)) or ((), (), ())
+        self._parameters = [value for _, _, value in places if isinstance(value, Tensor)]
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+
+    def is_as_it_was(self) -> bool:
+        holders, names, values = self._places
+        return (
+            list(map(len, self._dicts)) == self._sizes
+            and all(map(operator.is_, map(dict.get, holders, names), values))
+            and [parameter.requires_grad for parameter in self._parameters] == self._trainable
+        )
+
+
+def host_copy(value: Any) -> Any:
+    """The same with every tensor copied to the CPU, one at a time; containers are new."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: host_copy(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(host_copy(each) for each in value)
+    return copy.deepcopy(value)

@@ -9,8 +9,8 @@ in it. So a new DiLoCo's state is the form into which a saved one is loaded:
     dcp.save(state, checkpoint_id=folder, process_group=group_of_the_island)        # or dcp.load, and then
     diloco.load_state_dict(state)
 
-An own outer gradient on its way (eager) is saved decoded, and stays so until its mean has come: its blocks are cut
-differently on another number of ranks, and what was added to the anchor must be taken back to the last bit.
+An own outer gradient in flight is saved decoded, and stays so until its mean has come: its blocks are cut differently
+on another number of ranks, and what eager updates have added to the anchor must be taken back to the last bit.
 """
 
 from __future__ import annotations
@@ -24,17 +24,24 @@ import torch
 from torch import Tensor
 
 from isles.core.fragments import Fragment
-from isles.core.state import OuterState, Sent
+from isles.core.island import Island, like, local
+from isles.core.outer import TorchOuter
+from isles.core.replica import host_copy
+from isles.core.state import VERSION, OuterState, arrive, load_progress, progress_of
 from isles.core.stats import Stats
 from isles.wire.codecs import codecs
-from isles.wire.island import Island, like, local
-from isles.wire.world import Arrived, Mean
+from isles.wire.world import Mean
 
 Named = dict[str, Tensor]
 
 
 def save_sharded(
-    about: dict[str, Any], fragments: list[Fragment], states: list[OuterState], stats: Stats, island: Island
+    about: dict[str, Any],
+    fragments: list[Fragment],
+    states: list[OuterState],
+    stats: Stats,
+    island: Island,
+    outer: TorchOuter | None,
 ) -> dict[str, Any]:
     """The outer state of an island; all its ranks call this at the same time. Waits for rounds in flight."""
     places = rounds_in_flight(about["method"])
@@ -46,18 +53,39 @@ def save_sharded(
         "fragments": [{"names": part.names, **note} for part, (_, note) in zip(fragments, parts, strict=True)],
     }
     tensors = {str(index): tensors for index, (tensors, _) in enumerate(parts)}
+    if outer is not None:
+        for index, fragment in enumerate(fragments):
+            notes["fragments"][index]["outer"] = outer.has_stepped(index)
+            tensors[str(index)]["outer"] = {
+                name: _by_name(fragment, value) if _is_vector(fragment, value) else host_copy(value)
+                for name, value in outer.state_of(index).items()
+            }
     return {"notes": json.dumps(notes), "fragments": tensors}
 
 
 def load_sharded(
-    state: Mapping[str, Any], fragments: list[Fragment], states: list[OuterState], island: Island
+    state: Mapping[str, Any],
+    fragments: list[Fragment],
+    states: list[OuterState],
+    island: Island,
+    outer: TorchOuter | None,
 ) -> Stats:
     """Puts it back. Returns the statistics: each rank goes on with its part of what the island has sent."""
     notes = read_notes(state)
-    for index, (fragment, outer) in enumerate(zip(fragments, states, strict=True)):
-        _load_fragment(fragment, outer, state["fragments"][str(index)], notes["fragments"][index])
+    for index, (fragment, own) in enumerate(zip(fragments, states, strict=True)):
+        tensors, note = state["fragments"][str(index)], notes["fragments"][index]
+        _load_fragment(fragment, own, tensors, note)
+        if outer is not None:
+            saved = tensors["outer"] if note.get("outer") else {}
+            values = {n: _flat(fragment, v).to(own.anchor) if isinstance(v, Mapping) else v for n, v in saved.items()}
+            outer.load_state(index, values)
     share = {name: value / island.size for name, value in notes["stats"].items()}
-    return Stats(**{name: value if name == "wait_seconds" else int(value) for name, value in share.items()})
+    return Stats(**{name: value if name.endswith("seconds") else int(value) for name, value in share.items()})
+
+
+def _is_vector(fragment: Fragment, value: Any) -> bool:
+    """Whether this is one value for every value of a fragment."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == fragment.numel
 
 
 def rounds_in_flight(method: Mapping[str, Any]) -> int:
@@ -79,37 +107,36 @@ def _save_fragment(fragment: Fragment, state: OuterState, places: int) -> tuple[
             number, sent = rounds[place]
             arrived = sent.handle.wait()
             mean = arrived.values.to(state.anchor.device)
-            if sent.body is not None:
-                own = sent.codec.decode(sent.body, fragment.numel).to(state.anchor.device)
+            own = sent.decoded(state.anchor.device)
             weights = {str(rank): weight for rank, weight in arrived.weights.items()}
-            notes.append({"round": number, "share": sent.share, "own": sent.body is not None, "weights": weights})
+            notes.append({"round": number, "share": sent.share, "weights": weights})
         tensors[f"mean {place}"], tensors[f"own {place}"] = _by_name(fragment, mean), _by_name(fragment, own)
-    return tensors, {"void": state.void, "rounds": notes}
+    return tensors, {**progress_of(state), "rounds": notes}
 
 
-def _load_fragment(fragment: Fragment, state: OuterState, tensors: Mapping[str, Any], note: Mapping[str, Any]) -> None:
+def _load_fragment(fragment: Fragment, state: OuterState, tensors: Mapping[str, Any], note: dict[str, Any]) -> None:
     state.anchor.copy_(_flat(fragment, tensors["anchor"]))
     for name, vector in (("velocity", state.velocity), ("residual", state.residual)):
         if vector is not None:
             vector.copy_(_flat(fragment, tensors[name]))
-    state.void = note["void"]
+    load_progress(state, note)
     state.rounds.clear()
     exact = codecs["fp32"]
     for place, flight in enumerate(note["rounds"]):
         weights = {int(rank): weight for rank, weight in flight["weights"].items()}
         mean = Mean(_flat(fragment, tensors[f"mean {place}"]).cpu(), weights)
-        body = exact.encode(_flat(fragment, tensors[f"own {place}"]).cpu()) if flight["own"] else None
-        state.rounds[flight["round"]] = Sent(Arrived(mean), exact, body, flight["share"])
+        body = exact.encode(_flat(fragment, tensors[f"own {place}"]).cpu())
+        arrive(state, flight, exact, body, mean)
 
 
 def read_notes(state: Mapping[str, Any]) -> dict[str, Any]:
     """What the JSON text of a sharded state says."""
     try:
         notes = json.loads(state["notes"])
-        if notes["version"] != 1:
+        if notes["version"] != VERSION:
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise ValueError("this is not a sharded state of isles.DiLoCo (version 1)") from None
+        raise ValueError(f"this is not a sharded state of isles.DiLoCo (version {VERSION})") from None
     return notes  # type: ignore[no-any-return]
 
 

@@ -94,7 +94,7 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
     import torch
 
     from isles.core.method import Method
-    from isles.core.outer import OuterSGD, mix_vectors
+    from isles.core.outer import OuterSGD, mix_in_place
     from isles.wire import message, reduction
     from isles.wire.codecs import codecs
     from isles.wire.fused import encode_difference
@@ -104,7 +104,7 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
     anchor = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 0.02
     weights, mean = anchor + 1e-3, anchor * 1e-3
     outer = OuterSGD.of(Method())
-    velocity, room = outer.init(anchor), outer.room_for(anchor)
+    velocity = outer.init(anchor)
     body = chosen.encode(anchor)
 
     def gradient() -> None:
@@ -124,10 +124,11 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
         reduction.weighted_mean([body], [1.0], chosen, numel)
 
     def step() -> None:
-        outer.update_into(room, anchor, mean, velocity)
+        outer.give_back(*outer.update_aside(anchor, mean, velocity))
 
     def blend() -> None:
-        mix_vectors(weights, anchor, 0.5)
+        if not mix_in_place([weights], anchor, 0.5):
+            weights.mul_(0.5).add_(anchor * 0.5)
 
     return [gradient, encode, seal, decode, step, blend]
 

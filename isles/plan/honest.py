@@ -152,9 +152,9 @@ def buckets(workload: Workload, islands: int) -> list[DueRound]:
 
 def _room(method: Method | None) -> int:
     """How many exchanges may be under way at a time."""
-    from isles.wire.reduction import MOST_ON_THE_LINK
+    from isles.wire.reduction import MAX_IN_FLIGHT
 
-    return GLOO_THREADS if method is None else MOST_ON_THE_LINK
+    return GLOO_THREADS if method is None else MAX_IN_FLIGHT
 
 
 def _steady(schedule: Schedule, parts: list[Part], fleet: Sequence[Island], room: int) -> SteadyState:

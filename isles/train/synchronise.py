@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import isles
 from isles.core.fragments import find_layers
+from isles.core.island import is_sharded
 from isles.train.place import Place
 from isles.view.events import EventLog
-from isles.wire.island import is_sharded
 
 
 @dataclass

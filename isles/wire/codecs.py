@@ -68,7 +68,7 @@ class FloatCodec(Codec):
 
     @property
     def kernels(self) -> str:
-        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "")
+        return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.dtype, "")
 
     def pack(self, blocks: Tensor) -> Tensor:
         if self.dtype != torch.float32:
@@ -94,10 +94,6 @@ class Fp8Codec(Codec):
     @property
     def block_bytes(self) -> int:
         return 2 + self.block
-
-    @property
-    def kernels(self) -> str:
-        return "fp8" if self.block == ROW else ""
 
     def pack(self, blocks: Tensor) -> Tensor:
         largest = 448  # of e4m3

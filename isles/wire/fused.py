@@ -1,42 +1,114 @@
-"""Codecs in one pass: tensors in front, the loops of `isles.wire.kernels` behind.
+"""Loops in one pass over memory: tensors in front, the kernels of `isles.wire.kernels`, compiled by numba, behind.
 
-`Codec.encode`, `decode` and `accumulate` ask here first. The answer is None where a kernel does not apply: it is not
-compiled (see `isles.compiling`; `warm_up` compiles), the codec has none, or the tensor is not plain memory of the
-CPU. Then the PyTorch code of the codec does the same, to the last bit.
+What codecs do is written twice: in PyTorch, which is the definition and runs everywhere, and as kernels for the CPU.
+Both give the same bits, so it never matters which one runs, only how fast. `Codec.encode`, `decode` and `accumulate` ask
+here first. The answer is None where a kernel does not apply: it is not compiled, the codec has none, or the tensor is
+not plain memory of the CPU. Then PyTorch does the work.
 
-Any number of threads may be in here, and none of them holds the GIL while a kernel runs.
+`warm_up` compiles, or loads from numba's cache on disk, before training begins; nothing else does. Without numba, or
+with ISLES_FUSED=0 in the environment, there are no kernels, and one line in the log says so. Any number of threads may
+be in here, and none of them holds the GIL while a kernel runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from isles.compiling import kernels, register, warm_up
 from isles.wire.memory import Array, memory_of
 
 if TYPE_CHECKING:
     from isles.wire.codec import Codec
 
-__all__ = ["GROUPS", "decode", "encode", "encode_difference", "merge", "warm_up"]
-
+logger = logging.getLogger("isles")
 ROW = 128
-STORED: dict[str, np.dtype[Any]] = {
-    "fp32": np.dtype(np.float32),
-    "bf16": np.dtype(np.uint16),
-    "fp16": np.dtype(np.uint16),
-}
+STORED: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(np.uint16)}
 """What a payload is made of, where that is not bytes."""
-GROUPS = ("fp32", "bf16", "fp16", "fp8", "int8", "int4", "e3m0")
-register("isles.wire.kernels", GROUPS)
+GROUPS = ("fp32", "bf16", "int8", "int4", "e3m0")
+"""Kernels come in groups: one for each of these codecs, and one for the outer step."""
+OUTER = "outer"
 
-
+Kernels = Mapping[str, Callable[..., Any]]
+_ready: dict[str, Kernels] = {}
+_said: set[str] = set()
+_lock = threading.Lock()
 _rows: list[Array] = []
 """Memory for a row, which nobody uses at the moment."""
+
+
+# ---- compiling
+
+
+def kernels(group: str) -> Kernels | None:
+    """The functions of a group by name, if they are compiled."""
+    return _ready.get(group)
+
+
+def warm_up(groups: Collection[str] | None = None) -> bool:
+    """Compiles the kernels of all groups, or of some, and returns whether they are ready. A second call costs nothing.
+
+    Groups may be the `kernels` of codecs: the empty name, of those that have none, is passed over.
+    """
+    known = (*GROUPS, OUTER)
+    wanted = set(known if groups is None else groups) - {""}
+    if unknown := sorted(wanted - set(known)):
+        raise ValueError(f"no kernels called {', '.join(unknown)}: choose from {', '.join(known)}")
+    with _lock:
+        if os.environ.get("ISLES_FUSED") == "0":
+            _say(logging.INFO, "ISLES_FUSED=0: kernels are off, codecs run in PyTorch")
+        elif importlib.util.find_spec("numba") is None:
+            _say(logging.INFO, "no numba (pip install 'isles[fast]'): codecs run in PyTorch, more slowly")
+        else:
+            try:
+                for group in sorted(wanted - _ready.keys()):
+                    _ready[group] = _compile(group)
+            except Exception as error:  # whatever is wrong with numba here, there is a way without it
+                _say(logging.WARNING, f"kernels do not compile here, codecs run in PyTorch: {error!r}")
+            return wanted <= _ready.keys()
+        return False
+
+
+def _compile(group: str) -> Kernels:
+    from isles.wire.kernels import KERNELS
+
+    for function, signature in KERNELS[group].values():
+        if not function.signatures:
+            function.compile(signature)
+            function.disable_compile()  # anything else than the one signature is an error, not a surprise of a second
+    return {name: function for name, (function, _) in KERNELS[group].items()}
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Decorator: a function for numba. It runs without the GIL, and rounds as written: no fused multiply-add.
+
+    The cache is beside the module, or in the user's cache directory where that cannot be written; where neither can be,
+    every process compiles for itself.
+    """
+    import numba
+
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no place for a cache
+        return numba.njit(**options)(function)
+
+
+def _say(level: int, line: str) -> None:
+    """Once in a process, however many islands live in it."""
+    if line not in _said:
+        _said.add(line)
+        logger.log(level, line)
+
+
+# ---- codecs
 
 
 def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy import float32, int8, int32, uint8, uint16, uint32
 
-from isles.compiling import kernel
+from isles.wire.fused import kernel
 from isles.wire.packing import largest_scale
 
 ROW = 128
@@ -41,7 +41,7 @@ MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
 SMALLEST_SCALE = float32(2.0**-120)
 ONE, ZERO = float32(1), float32(0)
-LARGEST_SCALE_1, LARGEST_SCALE_7, LARGEST_SCALE_127, LARGEST_SCALE_448 = map(largest_scale, (1, 7, 127, 448))
+LARGEST_SCALE_1, LARGEST_SCALE_7, LARGEST_SCALE_127 = map(largest_scale, (1, 7, 127))
 
 
 # ---- bits
@@ -72,60 +72,6 @@ def _largest_of(values, r):
 
 
 # ---- one value, to a code and back
-
-
-@kernel
-def _to_short_float(value, dropped, bias, largest):
-    """The magnitude in a format with `dropped` fewer mantissa bits and another exponent bias, rounded to nearest even.
-
-    Below the smallest normal number, adding a power of two whose last bit is the format's smallest step makes the
-    processor round.
-    """
-    bits = min(_magnitude_of(value), uint32(largest))
-    rebias = (127 - bias) << 23
-    odd = uint32((bits >> uint32(dropped)) & uint32(1))
-    normal = uint32(uint32(bits - uint32(rebias) + uint32((1 << (dropped - 1)) - 1) + odd) >> uint32(dropped))
-    step = uint32((127 - bias + 1 + dropped) << 23)
-    small = uint32(_bits_of(_float_of(bits) + _float_of(step)) - step)
-    return small if bits < uint32(rebias + (1 << 23)) else normal
-
-
-@kernel
-def _from_short_float(code, dropped, bias):
-    """The bits of the fp32 number with this magnitude, which is not infinity or NaN."""
-    normal = uint32(uint32(code << uint32(dropped)) + uint32((127 - bias) << 23))
-    small = _bits_of(float32(int32(code)) * _float_of(uint32((127 - bias + 1 - (23 - dropped)) << 23)))
-    return small if code < uint32(1 << (23 - dropped)) else normal
-
-
-@kernel
-def _to_fp8(value):
-    return uint32(
-        _to_short_float(value, 20, 7, 0x43E00000) | uint32(uint32(_bits_of(value) >> uint32(24)) & uint32(128))
-    )
-
-
-@kernel
-def _from_fp8(code):
-    bits = _from_short_float(uint32(code & uint32(127)), 20, 7)
-    if uint32(code & uint32(127)) == uint32(127):
-        bits = uint32(0x7FC00000)
-    return _float_of(bits | uint32(uint32(code & uint32(128)) << uint32(24)))
-
-
-@kernel
-def _to_fp16(value):
-    sign = uint32(uint32(_bits_of(value) >> uint32(16)) & uint32(0x8000))
-    return uint16(_to_short_float(value, 13, 15, 0x477FE000) | sign)
-
-
-@kernel
-def _from_fp16(code):
-    magnitude = uint32(code & uint32(0x7FFF))
-    bits = _from_short_float(magnitude, 13, 15)
-    if magnitude >= uint32(0x7C00):
-        bits = uint32(uint32(magnitude << uint32(13)) | uint32(INFINITY))
-    return _float_of(bits | uint32(uint32(code & uint32(0x8000)) << uint32(16)))
 
 
 @kernel
@@ -246,22 +192,6 @@ def _decode_row_int8(payload, p, row):
 
 
 @kernel
-def _encode_row_fp8(values, v, payload, p):
-    largest = _largest_of(values, v)
-    scale = _write_scale(largest, 448, LARGEST_SCALE_448, payload, p)
-    for j in range(ROW):
-        payload[p, 2 + j] = uint8(_to_fp8(values[v, j] / scale))
-    return largest < INFINITY
-
-
-@kernel
-def _decode_row_fp8(payload, p, row):
-    scale = _read_scale(payload, p)
-    for j in range(ROW):
-        row[0, j] = _from_fp8(uint32(payload[p, 2 + j])) * scale
-
-
-@kernel
 def _encode_row_bf16(values, v, payload, p):
     for j in range(ROW):
         payload[p, j] = _to_bf16(values[v, j])
@@ -272,19 +202,6 @@ def _encode_row_bf16(values, v, payload, p):
 def _decode_row_bf16(payload, p, row):
     for j in range(ROW):
         row[0, j] = _from_bf16(uint32(payload[p, j]))
-
-
-@kernel
-def _encode_row_fp16(values, v, payload, p):
-    for j in range(ROW):
-        payload[p, j] = _to_fp16(values[v, j])
-    return _largest_of(values, v) < INFINITY
-
-
-@kernel
-def _decode_row_fp16(payload, p, row):
-    for j in range(ROW):
-        row[0, j] = _from_fp16(uint32(payload[p, j]))
 
 
 @kernel
@@ -393,6 +310,35 @@ def _merge(payload, into, weight, fresh, start, divisor):
     return finite
 
 
+# ---- the outer step and mixing: `isles.core.outer` has the formulas
+
+
+@kernel
+def _nesterov(anchor, mean, velocity, lr, momentum):
+    lr, momentum = float32(lr), float32(momentum)
+    for i in range(anchor.shape[0]):
+        speed = velocity[i] * momentum + mean[i]
+        velocity[i] = speed
+        anchor[i] = anchor[i] - (speed * momentum + mean[i]) * lr
+
+
+@kernel
+def _nesterov_into(anchor, mean, velocity, new_anchor, new_velocity, lr, momentum):
+    """The same into other memory. (Given the same memory, it would not use vectors.)"""
+    lr, momentum = float32(lr), float32(momentum)
+    for i in range(anchor.shape[0]):
+        speed = velocity[i] * momentum + mean[i]
+        new_velocity[i] = speed
+        new_anchor[i] = anchor[i] - (speed * momentum + mean[i]) * lr
+
+
+@kernel
+def _mix(theta, anchor, first, alpha):
+    kept, taken, anchor_here = float32(alpha), float32(1 - alpha), anchor[first : first + theta.shape[0]]
+    for i in range(theta.shape[0]):
+        theta[i] = theta[i] * kept + anchor_here[i] * taken
+
+
 def _kernels_of(codec: str, stored: str, width: int) -> dict[str, tuple[Any, str]]:
     """The kernels of one codec, with their signatures; a row of it is so many of what its payloads are made of.
 
@@ -418,11 +364,15 @@ def _kernels_of(codec: str, stored: str, width: int) -> dict[str, tuple[Any, str
     }
 
 
+_VECTORS = ", ".join(["float32[::1]"] * 3)
 KERNELS = {
+    "outer": {
+        "nesterov": (_nesterov, f"void({_VECTORS}, float64, float64)"),
+        "nesterov_into": (_nesterov_into, f"void({_VECTORS}, float32[::1], float32[::1], float64, float64)"),
+        "mix": (_mix, "void(float32[::1], float32[::1], int64, float64)"),
+    },
     "fp32": _kernels_of("fp32", "float32", ROW),
     "bf16": _kernels_of("bf16", "uint16", ROW),
-    "fp16": _kernels_of("fp16", "uint16", ROW),
-    "fp8": _kernels_of("fp8", "uint8", 2 + ROW),
     "int8": _kernels_of("int8", "uint8", 2 + ROW),
     "int4": _kernels_of("int4", "uint8", 2 + HALF),
     "e3m0": _kernels_of("e3m0", "uint8", 2 + HALF),

@@ -1,14 +1,13 @@
 """Islands as threads of one process, for research and tests: exact, deterministic, no network.
 
-The islands take turns: one runs until it has to wait for the others, then hands over to the next that can go
-on. So a run has one possible order of events, and each island can have its own random state, swapped in with
-its turn (torch, `random`, and numpy if it is loaded): an island behaves as if it had a process for itself,
-and a program that seeds and draws from the global generators gives the same numbers here as under torchrun.
-It costs no speed where it matters: torch uses the cores for one island's operations instead of running two
-islands' operations side by side.
+The islands take turns: one runs until it has to wait for the others, then hands over to the next that can go on. So a
+run has one possible order of events, and each island can have its own random state, swapped in with its turn (torch,
+`random`, and numpy if it is loaded). An island behaves as if it had a process for itself: a program that seeds and draws
+from the global generators gives the same numbers here as under torchrun. It costs no speed where it matters: torch uses
+the cores for one island's operations instead of running two islands' operations side by side.
 
-An island that raises takes the others with it: whoever waits for it, now or later, gets a `LostPeerError`. If
-all wait for rounds that nobody can complete any more, that is an error too, at once.
+An island that raises takes the others with it: whoever waits for it, now or later, gets a `LostPeerError`. If all wait
+for messages that nobody will send any more, that is an error too, at once.
 """
 
 from __future__ import annotations
@@ -16,21 +15,27 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from isles.wire import message, reduction
-from isles.wire.message import Header
-from isles.wire.world import LostPeerError, Mean, MismatchError, Payload
+from isles.wire.exchange import Kind
+from isles.wire.reduction import Reduction, check_reduction
+from isles.wire.round import RoundWorld
+from isles.wire.worker import FirstFailure
+from isles.wire.world import LostPeerError
 
 T = TypeVar("T")
+NOTHING = torch.empty(0, dtype=torch.uint8)
 _here = threading.local()
 
 
-def run_local(fn: Callable[[LocalWorld], T], islands: int, *, reduction: reduction.Reduction = "auto") -> list[T]:
+def run_local(fn: Callable[[LocalWorld], T], islands: int, *, reduction: Reduction = "auto") -> list[T]:
     """Runs `fn(world)` once per island, in threads, and returns the results in the order of ranks.
 
     The first exception is raised, once every thread has ended.
@@ -42,20 +47,21 @@ def run_local(fn: Callable[[LocalWorld], T], islands: int, *, reduction: reducti
         raise ValueError(f"islands={islands!r} must be an integer of at least 1")
     if not callable(fn):
         raise ValueError(f"fn={fn!r} must be a function that takes a world")
+    check_reduction(reduction)
     caller = _RandomState.now()
-    table = _Table(islands, reduction)
+    turns = _Turns(islands)
     results: list[Any] = [None] * islands
 
     def island(rank: int) -> None:
         try:
-            table.begin(rank)
+            turns.begin(rank)
             caller.restore()
-            _here.world = LocalWorld(rank, table)
+            _here.world = LocalWorld(rank, turns, reduction)
             results[rank] = fn(_here.world)
         except BaseException as error:  # the caller gets it: see below
-            table.fail(rank, error)
+            turns.fail(f"island {rank} failed: {error!r}", error)
         finally:
-            table.end(rank)
+            turns.end(rank)
 
     threads = [threading.Thread(target=island, args=(rank,), name=f"island-{rank}") for rank in range(islands)]
     try:
@@ -64,86 +70,98 @@ def run_local(fn: Callable[[LocalWorld], T], islands: int, *, reduction: reducti
         for thread in threads:
             thread.join()
     except BaseException as error:  # Ctrl-C, or no more threads: islands end at their next exchange, then it goes on
-        table.fail(None, error)
+        turns.fail(f"the program failed: {error!r}", error)
         begun = [thread for thread in threads if thread.ident is not None]
         for rank in range(len(begun), islands):
-            table.end(rank)
+            turns.end(rank)
         for thread in begun:
             thread.join()
     caller.restore()
-    if table.failure is not None:
-        raise table.failure
+    if turns.error is not None:
+        raise turns.error
     return results
 
 
-class LocalWorld:
-    """One island's seat at the table."""
+class LocalWorld(RoundWorld):
+    """One of several islands in this process."""
 
-    def __init__(self, rank: int, table: _Table) -> None:
-        self.rank = rank
-        self._table = table
-        self._started = 0
-        self._gathered = 0
+    def __init__(self, rank: int, turns: _Turns, reduction: Reduction) -> None:
+        super().__init__(LocalTransport(rank, turns), reduction, FirstFailure())
 
     @classmethod
     def alone(cls) -> LocalWorld:
         """A world of one island, in the calling thread."""
-        return cls(0, _Table(1, "auto"))
+        return cls(0, _Turns(1), "auto")
 
     @staticmethod
     def current() -> LocalWorld | None:
         """The world of the island that the calling thread is, inside `run_local`."""
         return getattr(_here, "world", None)
 
-    @property
-    def size(self) -> int:
-        return self._table.size
 
-    def start(self, payload: Payload) -> _Round:
-        self._started += 1
-        return self._table.put(self.rank, self._started, payload)
+class LocalTransport:
+    """Messages between threads. Nothing is copied: a message is the sender's tensor."""
 
-    def gather(self, data: bytes) -> list[bytes]:
-        self._gathered += 1
-        return self._table.gather(self.rank, self._gathered, data)
+    threaded = False
+
+    def __init__(self, rank: int, turns: _Turns) -> None:
+        self.rank, self.size, self._turns = rank, turns.size, turns
+
+    def receive(self, kind: Kind, sizes: Sequence[int]) -> _Pending:
+        return _Pending(kind, self)
+
+    def wait(self, kind: Kind) -> list[Tensor]:
+        """The next message of this kind from every other island; the own place is an empty one."""
+        boxes = {other: self._turns.boxes[kind, other, self.rank] for other in range(self.size) if other != self.rank}
+        self._turns.wait_until(self.rank, lambda: all(boxes.values()), f"a {kind.name.lower()} of every other island")
+        return [boxes[other].popleft() if other in boxes else NOTHING for other in range(self.size)]
+
+    def send(self, kind: Kind, messages: Sequence[Tensor], sequence: int) -> Sequence[Future[None]]:
+        self.send_now(kind, messages)
+        return ()
+
+    def send_now(self, kind: Kind, messages: Sequence[Tensor]) -> None:
+        self._turns.check_failure(self.rank)
+        for other in range(self.size):
+            if other != self.rank:
+                self._turns.boxes[kind, self.rank, other].append(messages[other])
+
+    def check(self) -> None:
+        """Nobody waits without giving the turn away."""
+
+    def leave(self, reason: str) -> None:
+        if reason:
+            self._turns.fail(f"island {self.rank} left {reason}")
+
+    def release(self) -> None:
+        """There is nothing to give back."""
 
 
-class _Round:
-    """One exchange; the n-th of every island."""
+@dataclass(frozen=True)
+class _Pending:
+    kind: Kind
+    transport: LocalTransport
 
-    def __init__(self, rank: int, number: int, table: _Table, num_bytes: int) -> None:
-        self._rank, self._number, self._table = rank, number, table
-        self.bytes_sent = self.bytes_received = num_bytes
-        self._mean: Mean | None = None
-
-    def wait(self) -> Mean:
-        if self._mean is None:
-            self._mean = self._table.mean(self._rank, self._number)
-        return self._mean
+    def wait(self) -> list[Tensor]:
+        return self.transport.wait(self.kind)
 
 
-class _Table:
-    """What the islands share: whose turn it is, and what lies on the table. Only the island whose turn it is
-    touches it.
+class _Turns:
+    """What the islands share: whose turn it is, and messages on their way. Only the island whose turn it is touches
+    the messages.
     """
 
-    def __init__(self, size: int, form: reduction.Reduction) -> None:
-        reduction.check_reduction(form)
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.reduction = form
-        self.failure: BaseException | None = None
-        self._culprit = ""
+        self.error: BaseException | None = None
+        """The first exception of an island's function."""
+        self.boxes: dict[tuple[Kind, int, int], deque[Tensor]] = defaultdict(deque)
+        """By kind, sender and receiver."""
+        self._failure = ""
         self._changed = threading.Condition()
         self._turn = 0
         self._running = set(range(size))
         self._waiting: dict[int, Callable[[], bool]] = {}
-        self._payloads: dict[int, dict[int, Payload]] = {}
-        self._outcomes: dict[int, Mean | MismatchError] = {}
-        self._answered: dict[int, int] = {}
-        self._notes: dict[int, dict[int, bytes]] = {}
-        self._read: dict[int, int] = {}
-
-    # ---- turns
 
     def begin(self, rank: int) -> None:
         with self._changed:
@@ -155,14 +173,14 @@ class _Table:
             if self._turn == rank:
                 self._hand_over(rank)
 
-    def fail(self, rank: int | None, error: BaseException) -> None:
+    def fail(self, why: str, error: BaseException | None = None) -> None:
+        """From now on nobody gets an answer. The first reason counts."""
         with self._changed:
-            if self.failure is None:
-                self.failure = error
-                self._culprit = "the program" if rank is None else f"island {rank}"
+            self.error = self.error or error
+            self._failure = self._failure or why
 
-    def _wait_until(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        self._check_failure(rank)
+    def wait_until(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        self.check_failure(rank)
         if ready():
             return
         own = _RandomState.now()
@@ -173,14 +191,14 @@ class _Table:
             del self._waiting[rank]
         own.restore()
         if not ready():
-            self._check_failure(rank)
+            self.check_failure(rank)
             raise LostPeerError(
                 f"island {rank} waits for {what}, but every other island has ended or waits for something else"
             )
 
-    def _check_failure(self, rank: int) -> None:
-        if self.failure is not None:
-            raise LostPeerError(f"island {rank} stops because {self._culprit} failed: {self.failure!r}")
+    def check_failure(self, rank: int) -> None:
+        if self._failure:
+            raise LostPeerError(f"{self._failure} (island {rank} stops)")
 
     def _hand_over(self, rank: int) -> None:
         """Gives the turn to the next island that can go on; if none can, to the next that runs, which then raises."""
@@ -190,63 +208,6 @@ class _Table:
         if running:
             self._turn = (can_go_on or running)[0]
             self._changed.notify_all()
-
-    # ---- rounds
-
-    def put(self, rank: int, number: int, payload: Payload) -> _Round:
-        self._check_failure(rank)
-        form = reduction.choose(self.reduction, self.size, payload.codec)
-        self._payloads.setdefault(number, {})[rank] = payload
-        return _Round(rank, number, self, reduction.traffic(form, self.size, payload))
-
-    def mean(self, rank: int, number: int) -> Mean:
-        ready = lambda: number in self._outcomes or len(self._payloads.get(number, ())) == self.size
-        self._wait_until(rank, ready, f"the others' payloads in exchange {number}")
-        if number not in self._outcomes:
-            payloads = self._payloads.pop(number)
-            try:
-                self._outcomes[number] = self._reduce([payloads[r] for r in range(self.size)])
-            except MismatchError as error:
-                self._outcomes[number] = error
-        outcome = self._outcomes[number]
-        self._answered[number] = self._answered.get(number, 0) + 1
-        if self._answered[number] == self.size:
-            del self._outcomes[number], self._answered[number]
-        if isinstance(outcome, MismatchError):
-            raise outcome
-        return outcome
-
-    def _reduce(self, payloads: list[Payload]) -> Mean:
-        forms = [reduction.choose(self.reduction, self.size, payload.codec) for payload in payloads]
-        if self.size > 1:
-            message.agree([Header.of_payload(payload, form) for payload, form in zip(payloads, forms, strict=True)])
-        first, weights = payloads[0], [payload.weight for payload in payloads]
-        if forms[0] == "all-gather":
-            values = reduction.weighted_mean([payload.body for payload in payloads], weights, first.codec, first.numel)
-        else:
-            values = self._reduce_scatter(payloads, weights)
-        return Mean(values, {rank: weight for rank, weight in enumerate(weights) if weight > 0})
-
-    def _reduce_scatter(self, payloads: list[Payload], weights: list[float]) -> torch.Tensor:
-        codec, numel = payloads[0].codec, payloads[0].numel
-        size = reduction.piece_numel(numel, self.size, codec)
-        pieces = [reduction.split(payload.body, numel, self.size, codec) for payload in payloads]
-        means = torch.empty(self.size, size)
-        for rank, values in enumerate(means):
-            for part in reduction.parts(size, codec):
-                mean = pieces[0].new_empty(part.num_bytes)
-                reduction.average([own[rank, part.encoded] for own in pieces], weights, codec, part, out=mean)
-                codec.decode(mean, part.numel, out=values[part.values])
-        return means.view(-1)[:numel]
-
-    def gather(self, rank: int, number: int, data: bytes) -> list[bytes]:
-        self._notes.setdefault(number, {})[rank] = data
-        self._wait_until(rank, lambda: len(self._notes[number]) == self.size, f"the others' notes, number {number}")
-        notes = [self._notes[number][r] for r in range(self.size)]
-        self._read[number] = self._read.get(number, 0) + 1
-        if self._read[number] == self.size:
-            del self._notes[number], self._read[number]
-        return notes
 
 
 @dataclass(frozen=True)

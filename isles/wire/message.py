@@ -1,13 +1,14 @@
 """The header in front of everything that crosses a link, and the checks that make a silent wrong average impossible.
 
-Before anything else, the islands exchange headers. All headers have the same size, whatever follows, so that
-even islands that are not doing the same thing can read each other's: a transport that is told different sizes
-at its two ends crashes or, worse, delivers something. A header says what follows (a payload, or a note), in
-which form of the reduction, which fragment, round and codec, how many values and bytes, the island's weight,
-a checksum of the body, if it goes as a whole, and a checksum of itself. Only if all headers agree do the bodies
-follow, and what arrives is compared with its checksum.
+Before anything else, the islands exchange headers. All headers have the same size, whatever follows, so that even
+islands that are not doing the same thing can read each other's: a transport that is told different sizes at its two
+ends crashes or, worse, delivers something. A header says what follows (a payload, or a note), in which form of the
+reduction, which fragment, round and codec, how many values and bytes, the island's weight and step, a checksum of the
+body, if it is sent as a whole, and a checksum of itself. Only if all headers agree do the bodies follow, and what
+arrives is compared with its checksum.
 
-Headers are parsed with `struct`: nothing from a peer is unpickled or evaluated.
+Headers are parsed with `struct`: nothing from a peer is unpickled or evaluated. Numbers are little-endian. Bodies are
+the bytes of tensors as they are in memory, so a big-endian machine is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,16 +24,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isles.wire.world import MismatchError, Payload
+from isles.wire.world import MismatchError, Note, Payload
 
-MAGIC, VERSION = b"isle", 3
-FIELDS = struct.Struct("<4sB16s24sIQQQdI")
-"""magic, version, form, codec, fragment, round, values, bytes, weight, checksum of the body."""
+MAGIC, VERSION = b"isle", 4
+FIELDS = struct.Struct("<4sB16s24sIQQQdQI")
+"""magic, version, form, codec, fragment, round, values, bytes, weight, step, checksum of the body."""
 CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = FIELDS.size + CHECKSUM.size
 NOTE = "note"
-LARGEST_NOTE = 1 << 28
-"""Bytes; more than that is not a note, but noise where its length should be."""
+MAX_NOTE_BYTES = 1 << 28
+"""More than that is not a note, but noise where its length should be."""
+
+
+def check_byte_order() -> None:
+    """Raises ValueError on a machine whose tensors other islands would read as other numbers."""
+    if sys.byteorder != "little":
+        raise ValueError(
+            f"this machine is {sys.byteorder}-endian: isles sends tensors as little-endian bytes, use a little-endian one"
+        )
 
 
 @dataclass(frozen=True)
@@ -41,26 +51,29 @@ class Header:
     form: str
     """How it is exchanged: as a payload, in one of the forms of `isles.wire.reduction`, or as a note."""
     codec: str
+    """Of a payload; of a note, its purpose."""
     fragment: int
     round: int
     numel: int
     num_bytes: int
     weight: float
+    step: int
     checksum: int
 
     @classmethod
     def of_payload(cls, payload: Payload, form: str) -> Header:
         where = (payload.codec.name, payload.fragment, payload.round, payload.numel)
         whole = checksum(payload.body) if form == "all-gather" else 0
-        return cls(form, *where, payload.body.numel(), payload.weight, whole)
+        return cls(form, *where, payload.body.numel(), payload.weight, payload.step, whole)
 
     @classmethod
     def of_note(cls, data: bytes) -> Header:
-        return cls(NOTE, "", 0, 0, 0, len(data), 0.0, zlib.crc32(data))
+        purpose, step = (data.purpose, data.step) if isinstance(data, Note) else ("", 0)
+        return cls(NOTE, purpose, 0, 0, 0, len(data), 0.0, step, zlib.crc32(data))
 
     def pack(self) -> bytes:
         names = self.form.encode(), self.codec.encode()
-        numbers = self.fragment, self.round, self.numel, self.num_bytes, self.weight, self.checksum
+        numbers = self.fragment, self.round, self.numel, self.num_bytes, self.weight, self.step, self.checksum
         fields = FIELDS.pack(MAGIC, VERSION, *names, *numbers)
         return fields + CHECKSUM.pack(zlib.crc32(fields))
 
@@ -85,24 +98,43 @@ class Header:
             raise MismatchError(
                 f"island {rank} sent the weight {self.weight}: a weight is a finite number, not negative"
             )
-        if self.form == NOTE and self.num_bytes > LARGEST_NOTE:
-            raise MismatchError(f"island {rank} announced a note of {self.num_bytes} bytes: the most is {LARGEST_NOTE}")
+        if self.form == NOTE and self.num_bytes > MAX_NOTE_BYTES:
+            raise MismatchError(
+                f"island {rank} announced a note of {self.num_bytes} bytes: the most is {MAX_NOTE_BYTES}"
+            )
 
     def about(self) -> str:
         """What has to be the same on all islands, in words."""
         if self.form == NOTE:
-            return "a note"
+            return PURPOSES.get(self.codec, f"exchanges a note ({self.codec})")
         what = f"{self.numel} values as {self.num_bytes} bytes of {self.codec}"
-        return f"fragment {self.fragment}, round {self.round}, {what}, by {self.form}"
+        return f"sends fragment {self.fragment}, round {self.round}, {what}, by {self.form}"
+
+
+PURPOSES = {
+    "": "exchanges a note",
+    "start": "starts a DiLoCo",
+    "resume": "goes on from a checkpoint",
+    "finish": "is done with its steps and calls finish()",
+}
 
 
 def agree(headers: Sequence[Header]) -> None:
-    """Raises unless all islands are about to do the same; the message names two that are not."""
+    """Raises unless all islands are about to do the same, at the same step; the message names two that are not."""
+    first = headers[0]
     for rank, header in enumerate(headers):
         header.check(rank)
-        if header.about() != headers[0].about():
-            mine, theirs = headers[0].about(), header.about()
-            raise MismatchError(f"islands disagree: island 0 sends {mine}; island {rank} sends {theirs}")
+        if (header.about(), header.step) != (first.about(), first.step):
+            advice = (
+                "start all islands in the same way, with the same Method"
+                if header.step == first.step
+                else "give every island the same number of steps (loaders of equal length; a step that a GradScaler "
+                "skips is not taken)"
+            )
+            raise MismatchError(
+                f"islands disagree: island 0, at step {first.step}, {first.about()}; "
+                f"island {rank}, at step {header.step}, {header.about()}: {advice}"
+            )
 
 
 def verify(header: Header, body: Tensor, rank: int, reader: int) -> None:
@@ -110,15 +142,15 @@ def verify(header: Header, body: Tensor, rank: int, reader: int) -> None:
     _compare(checksum(body), header.checksum, f"the payload of island {rank} ({header.about()})", reader)
 
 
-def seal(sealed: Tensor) -> None:
-    """Puts the checksum of a piece of a body behind it, in the last bytes of a tensor that has room for both."""
-    piece = sealed[: -CHECKSUM.size]
-    sealed[-CHECKSUM.size :] = torch.frombuffer(bytearray(CHECKSUM.pack(checksum(piece))), dtype=torch.uint8)
+def add_checksum(message: Tensor) -> None:
+    """Writes the checksum of a piece of a body behind it, into the last bytes of a tensor that has room for both."""
+    piece = message[: -CHECKSUM.size]
+    message[-CHECKSUM.size :] = torch.frombuffer(bytearray(CHECKSUM.pack(checksum(piece))), dtype=torch.uint8)
 
 
-def unseal(sealed: Tensor, what: str, reader: int) -> Tensor:
-    """The piece, if it has arrived at island `reader` as it was sealed."""
-    piece, behind = sealed[: -CHECKSUM.size], bytes_of(sealed[-CHECKSUM.size :])
+def checked(message: Tensor, what: str, reader: int) -> Tensor:
+    """The piece, if it has arrived at island `reader` as it was sent."""
+    piece, behind = message[: -CHECKSUM.size], bytes_of(message[-CHECKSUM.size :])
     _compare(checksum(piece), CHECKSUM.unpack(behind)[0], what, reader)
     return piece
 

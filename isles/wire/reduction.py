@@ -10,8 +10,8 @@ more.
 
 At two islands both send the same, so all-gather is the better one. `docs/log.md` has the measurement behind `choose`.
 
-These are pure functions; each world moves the bytes in its own way and calls them. `LocalWorld` and
-`TorchWorld` agree bit for bit because there is only one place where numbers are added up.
+These are pure functions; `isles.wire.exchange` moves the bytes. Threads and processes agree bit for bit because there
+is only one place where numbers are added up.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LARGEST_ALL_GATHER = 4
 """The most islands for which all-gather is the default."""
 PART_BYTES = 1 << 18
 """At most this much of a piece goes, and is averaged, at once."""
-MOST_ON_THE_LINK = 4
-"""Rounds: enough to fill the link while some wait for an answer from afar; each has memory to receive in."""
+MAX_IN_FLIGHT = 4
+"""Rounds on the link: enough to fill it while some wait for an answer from afar. Each has buffers to receive in."""
 
 
 def choose(reduction: Reduction, islands: int, codec: Codec) -> Reduction:
@@ -62,7 +62,7 @@ def piece_numel(numel: int, islands: int, codec: Codec) -> int:
 
 
 class Part(NamedTuple):
-    """Whole blocks of a piece, which are sent, averaged and decoded in one go: where they are in it."""
+    """Whole blocks of a piece, which are sent, averaged and decoded together: where they are in it."""
 
     encoded: slice
     values: slice

@@ -1,59 +1,60 @@
 """Islands as processes, joined by torch.distributed: one machine, many machines, or many datacentres.
 
-Between islands everything goes over gloo, from host memory, whatever the training inside an island uses. The
-links are TCP and slow, the payloads are small, and gloo needs no GPU. `TorchWorld` makes a group of its own
-with its own time-out, so that its traffic and the user's collectives cannot get into each other's way.
+Between islands everything goes over gloo, from host memory, whatever the training inside an island uses. The links are
+TCP and slow, the payloads are small, and gloo needs no GPU. `TorchWorld` makes a group of its own with its own timeout,
+so its traffic and the user's collectives cannot get into each other's way.
 
-A round goes from thread to thread, beside the training loop, as on an assembly line; each one takes the rounds in the
-order in which they were started, the same on every island:
+gloo sends a message when its receiver has posted the receive, and learns of that on the connection that the receiver's
+own messages take. Where those fill the link, a receive that is posted late is heard of a queue later, and the sender's
+link stands still meanwhile. So here
 
-    encode     makes the body, if that is still to be done
-    agree      exchanges headers, checks that they agree, and only then has the body sent, in sealed pieces or whole
-    send       hands letters to gloo, those of the earliest round first (`isles.wire.mail`)
-    reduce     averages what the others need averaged, as it comes (`isles.wire.exchange`)
-    read       waits for the rest, checks and decodes it
+- receives are posted early: as soon as a size is known, long before anything can have been sent. The first message of a
+  round has a fixed size, and the receive for the next one is always posted;
+- one thread sends one message after the other, those of the earliest round first, and waits for no answer in between;
+- long messages go in slices, a slice to each island in turn: the timeout is about silence, not about how long a large
+  message takes on a slow link.
 
-so that the link does not stand still while anything else is done. A few rounds may be on it: while one waits for
-means, the bodies of the next one go.
+When a connection breaks, gloo wakes whoever waits for a message of which nothing has arrived. It does not wake whoever
+waits for the rest of a message that was cut off in the middle, and on a full link there always is one. So `check` looks
+at the connections now and then. An island that leaves first writes why into the store, where the others find it.
 
-When a peer dies or stays silent for `timeout`, the rounds that are under way raise `LostPeerError`, and so does every
-later one. When islands disagree about a round, it and every later one raise `MismatchError`; those before it are
-brought to their end.
+`docs/log.md` ("A full link") has what this is worth.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import itertools
-import threading
-import weakref
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from isles.wire import message, reduction
-from isles.wire.exchange import FORMS, Exchange
-from isles.wire.mail import Kind, Mail, for_ever, lost
-from isles.wire.message import HEADER_BYTES, Header, bytes_of, tensor_of
-from isles.wire.reduction import MOST_ON_THE_LINK, Reduction, check_reduction, choose
-from isles.wire.worker import Fate, Worker, stop_all
-from isles.wire.world import Mean, Payload
+from isles.wire.exchange import Kind
+from isles.wire.groups import private_group, private_store, ranks_of
+from isles.wire.message import check_byte_order
+from isles.wire.reduction import Reduction, check_reduction
+from isles.wire.round import RoundWorld
+from isles.wire.worker import FirstFailure, Worker, stop_all
+from isles.wire.world import LostPeerError
 
-Agreed = Future[tuple[Exchange, list[Header]]]
-"""An exchange about which all islands agree, and what they said."""
+SLICE_BYTES = 1 << 20
+"""At most this much is sent at once."""
+PROBE_SECONDS = 10.0
+"""After so long without a message, connections are tried."""
 
 
-class TorchWorld:
+class TorchWorld(RoundWorld):
     """The islands of a process group, or of one dimension of a device mesh; None: the default group.
 
-    `timeout` (seconds, or a timedelta) is how long an island may be silent before it counts as lost. It has
-    to be longer than the longest pause of one island: an evaluation, a checkpoint, a slow start. `reduction`
-    is "all-gather", "reduce-scatter" or "auto" (see `isles.wire.reduction`). All ranks of the group make
-    their TorchWorld at the same time.
+    `timeout` (seconds, or a timedelta) is how long an island may be silent before it counts as lost. It has to be
+    longer than the longest pause of one island: an evaluation, a checkpoint, a slow start. `reduction` is "all-gather",
+    "reduce-scatter" or "auto" (see `isles.wire.reduction`). All ranks of the group make their TorchWorld at the same
+    time. `close` gives its sockets and threads back.
     """
 
     def __init__(
@@ -67,138 +68,155 @@ class TorchWorld:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
             raise ValueError(f"timeout={timeout!r} must be a number of seconds greater than 0, or a timedelta")
         check_reduction(reduction)
+        check_byte_order()
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "TorchWorld needs torch.distributed: start with torchrun, call torch.distributed.init_process_group()"
             )
-        ranks = _ranks_of(group_or_mesh)
-        self.rank = ranks.index(dist.get_rank())
-        self._reduction: Reduction = reduction
+        self.ranks = ranks_of(group_or_mesh)
+        """Global ranks of the islands."""
+        failure = FirstFailure()
+        super().__init__(GlooTransport(self.ranks, seconds, failure), reduction, failure)
+
+
+class GlooTransport:
+    """Messages over a gloo group of its own: one to each of the other islands, in the order of ranks."""
+
+    threaded = True
+
+    def __init__(self, ranks: list[int], timeout_seconds: float, failure: FirstFailure) -> None:
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self._timeout_seconds = timeout_seconds
+        self._store = private_store("world", ranks)
+        self._left = False
         try:
-            group = dist.new_group(
-                ranks, datetime.timedelta(seconds=seconds), backend="gloo", use_local_synchronization=True
-            )
+            self._group: Any = private_group(self._store, ranks, timeout_seconds)
         except RuntimeError as error:
-            raise lost(self.rank, error, seconds) from error
-        self._fate = Fate()
-        self._mail = Mail(group, seconds, self._fate)
-        self._encoder, self._herald, self._reducer, self._reader = line = [
-            Worker(f"isles-{what}-{self.rank}", self._fate) for what in ("encode", "agree", "reduce", "read")
+            raise self._lost(error) from error
+        self._sender = Worker(f"isles-send-{self.rank}", failure)
+        self._posted: set[_Pending] = set()
+        """Receives that nothing has come for. If one went away while its connection is open, gloo would try to read
+        what comes for it again and again."""
+        self._num_received = self._num_seen = 0
+        self._last_progress = time.monotonic()
+
+    # ---- messages
+
+    def receive(self, kind: Kind, sizes: Sequence[int]) -> _Pending:
+        buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        works = [self._begin("recv", part, source, kind) for source, part in self._slices(buffers, -1)]
+        pending = _Pending(self, buffers, works)
+        self._posted.add(pending)
+        return pending
+
+    def send(self, kind: Kind, messages: Sequence[Tensor], sequence: int) -> list[Future[None]]:
+        return [
+            self._sender.do(self._send, kind, part, target, sequence=sequence)
+            for target, part in self._slices(messages, 1)
         ]
-        weakref.finalize(self, _leave, [*line, self._mail.sender], self._fate, self._mail.under_way)
-        self._turns, self._in_order = itertools.count(), threading.Lock()
-        self._room = threading.Semaphore(MOST_ON_THE_LINK)
-        self._next_headers = self._expect(Kind.HEADER, [HEADER_BYTES] * self.size)
 
-    @property
-    def size(self) -> int:
-        return self._mail.size
+    def send_now(self, kind: Kind, messages: Sequence[Tensor]) -> None:
+        works = [self._begin("send", part, target, kind) for target, part in self._slices(messages, 1)]
+        for work in works:
+            self.finish(work)
 
-    waits_anywhere = True
-    """Any thread may wait for a round."""
+    def finish(self, work: Any) -> None:
+        """Waits for a send or a receive."""
+        try:
+            if work.wait() is False:
+                raise RuntimeError("aborted")
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._num_received += 1
 
-    def start(self, payload: Payload) -> _Round:
-        form, room = choose(self._reduction, self.size, payload.codec), self._room
-        with self._in_order:
-            turn = next(self._turns)
-            body = self._encoder.do(lambda: payload.body, turn=turn)
-            agreed = self._herald.do(self._agree, payload, form, body, turn, turn=turn)
-            reduced = self._reducer.do(_reduce, agreed, turn=turn)
-            mean = self._reader.do(self._read, agreed, reduced, turn=turn)
-        mean.add_done_callback(lambda _: room.release())
-        return _Round(mean, self._mail, reduction.traffic(form, self.size, payload))
+    def _send(self, kind: Kind, part: Tensor, target: int) -> None:
+        self.finish(self._begin("send", part, target, kind))
 
-    def gather(self, data: bytes) -> list[bytes]:
-        with self._in_order:
-            notes = self._herald.do(self._gather, data, turn=next(self._turns))
-        return self._mail.result_of(notes)
+    def _slices(self, messages: Sequence[Tensor], direction: int) -> Iterator[tuple[int, Tensor]]:
+        """The messages of all others in the order in which they go, a slice of each in turn, the next island in a
+        direction first. If everybody keeps to that order, and is as fast, no two islands send to the same one at the
+        same time, and what arrives does so in the order of the other direction.
+        """
+        others = [(self.rank + direction * distance) % self.size for distance in range(1, self.size)]
+        longest = max((messages[other].numel() for other in others), default=0)
+        for start in range(0, longest, SLICE_BYTES):
+            for other in others:
+                part = messages[other][start : start + SLICE_BYTES]
+                if part.numel():
+                    yield other, part
 
-    # ---- in the herald's thread
+    def _begin(self, what: str, part: Tensor, other: int, kind: Kind) -> Any:
+        """Starts a send or a receive."""
+        try:
+            if self._group is None:
+                raise RuntimeError("closed")
+            call: Callable[..., Any] = getattr(self._group, what)
+            return call([part], other, kind)
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
-    def _agree(
-        self, payload: Payload, form: Reduction, body: Future[Tensor], turn: int
-    ) -> tuple[Exchange, list[Header]]:
-        """Begins an exchange when there is room for it, and all others do."""
-        body.result()
-        self._room.acquire()
-        self._fate.check(turn)
-        exchange = FORMS[form](payload, self._mail, turn)
-        headers = self._exchange_headers(Header.of_payload(payload, form))
-        exchange.send()
-        return exchange, headers
+    # ---- peers that are gone
 
-    def _exchange_headers(self, own: Header) -> list[Header]:
-        (rows, coming), packed = self._next_headers, tensor_of(own.pack())
-        self._next_headers = self._expect(Kind.HEADER, [HEADER_BYTES] * self.size)  # before anybody can have left
-        self._mail.send_at_once(Kind.HEADER, [packed] * self.size)
-        self._mail.wait(coming)
-        rows[self.rank] = packed
-        headers = [Header.unpack(bytes_of(row), rank) for rank, row in enumerate(rows)]
-        message.agree(headers)
-        return headers
+    def check(self) -> None:
+        """Raises LostPeerError if an island has left, or if a connection is broken and nothing arrives any more."""
+        if self._num_received > self._num_seen:
+            self._num_seen, self._last_progress = self._num_received, time.monotonic()
+            return
+        if said := self._farewell():
+            raise LostPeerError(said)
+        if time.monotonic() - self._last_progress > min(PROBE_SECONDS, self._timeout_seconds / 4):
+            for other, nothing in self._slices([torch.empty(1, dtype=torch.uint8)] * self.size, 1):
+                self._begin("recv", nothing, other, Kind.PROBE)  # a broken connection refuses
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        headers = self._exchange_headers(Header.of_note(data))
-        notes, coming = self._expect(Kind.NOTE, [header.num_bytes for header in headers])
-        notes[self.rank] = tensor_of(data)
-        self._mail.send_at_once(Kind.NOTE, [notes[self.rank]] * self.size)
-        self._mail.wait(coming)
-        for rank, (header, note) in enumerate(zip(headers, notes, strict=True)):
-            message.verify(header, note, rank, self.rank)
-        return [bytes_of(note) for note in notes]
+    def _farewell(self) -> str:
+        """What an island said that has left before its time, if one has."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone as well
+            for other in range(self.size):
+                if other != self.rank and self._store.check([f"left/{other}"]):
+                    reason = self._store.get(f"left/{other}").decode(errors="replace")
+                    lost = f"island {self.rank} lost it; restart all islands from their last checkpoint"
+                    return f"island {other} left {reason} ({lost})"
+        return ""
 
-    def _expect(self, kind: Kind, sizes: list[int]) -> tuple[list[Tensor], list[Any]]:
-        """Gets ready for a letter of each island, of so many bytes."""
-        letters = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        return letters, self._mail.expect(kind, letters)
-
-    # ---- in the reader's thread
-
-    def _read(self, agreed: Agreed, reduced: Future[None]) -> Mean:
-        """The mean of a round. (A method, so that the world and its threads live until its last round is over.)"""
-        reduced.result()
-        exchange, headers = agreed.result()
-        weights = {rank: header.weight for rank, header in enumerate(headers) if header.weight > 0}
-        return Mean(exchange.read(headers), weights)
-
-
-def _leave(workers: list[Worker], fate: Fate, under_way: set[Any]) -> None:
-    """Nobody holds the world any more."""
-    stop_all(workers)
-    if fate.has_failed:
-        for_ever.append(under_way)
-
-
-def _reduce(agreed: Agreed) -> None:
-    exchange, headers = agreed.result()
-    exchange.reduce(headers)
-
-
-class _Round:
-    """A round on its way from thread to thread."""
-
-    def __init__(self, answer: Future[Mean], mail: Mail, num_bytes: int) -> None:
-        self._answer, self._mail = answer, mail
-        self.bytes_sent = self.bytes_received = num_bytes
-
-    def wait(self) -> Mean:
-        return self._mail.result_of(self._answer)
-
-
-def _ranks_of(group_or_mesh: Any) -> list[int]:
-    """The global ranks of a process group, or of a one-dimensional device mesh; None: of the default group."""
-    if isinstance(group_or_mesh, DeviceMesh):
-        if group_or_mesh.ndim != 1:
-            names = group_or_mesh.mesh_dim_names or "its dimensions"
-            raise ValueError(
-                f"a mesh of {group_or_mesh.ndim} dimensions: choose the one of the islands, as mesh[name], of {names}"
-            )
-        group_or_mesh = group_or_mesh.get_group()
-    if group_or_mesh is not None and not isinstance(group_or_mesh, dist.ProcessGroup):
-        raise ValueError(f"TorchWorld takes a process group or a device mesh, not {group_or_mesh!r}")
-    ranks = dist.get_process_group_ranks(group_or_mesh)
-    if dist.get_rank() not in ranks:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in this group of ranks {ranks}: make a TorchWorld on its members only"
+    def _lost(self, error: RuntimeError) -> LostPeerError:
+        """What an error of gloo's means."""
+        silent = "ime" in str(error) and "out" in str(error)
+        if not silent and not self._left and (said := self._farewell()):
+            return LostPeerError(said)
+        why = f"no answer for {self._timeout_seconds:g} s" if silent else "a connection broke"
+        return LostPeerError(
+            f"island {self.rank} lost another island ({why}); restart all islands from their last checkpoint"
         )
-    return ranks
+
+    # ---- leaving
+
+    def leave(self, reason: str) -> None:
+        if self._left or self._group is None:
+            return
+        self._left = True
+        with contextlib.suppress(RuntimeError):
+            if reason:
+                self._store.set(f"left/{self.rank}", reason)
+        with contextlib.suppress(RuntimeError):
+            if self.size > 1:  # a receive that times out makes gloo close all connections, and wakes who waits for one
+                nothing = torch.empty(1, dtype=torch.uint8)
+                work = self._group.recv([nothing], (self.rank + 1) % self.size, Kind.PROBE)
+                work.wait(datetime.timedelta(milliseconds=1))
+        stop_all([self._sender])
+
+    def release(self) -> None:
+        self._posted.clear()
+        self._group = None
+
+
+class _Pending:
+    """Receives that are posted."""
+
+    def __init__(self, transport: GlooTransport, buffers: list[Tensor], works: list[Any]) -> None:
+        self._transport, self._buffers, self._works = transport, buffers, works
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            self._transport.finish(work)
+        self._transport._posted.discard(self)
+        return self._buffers

@@ -1,8 +1,8 @@
-"""A thread that does one thing after the other, beside the training loop.
+"""Threads that run jobs in order, next to the training loop; and the same without a thread.
 
-Several threads may work on the same things in turn, as on an assembly line: what one is done with the next takes up.
-They share a `Fate`: where one of them fails, nothing of that turn or of a later one is begun any more, by anybody;
-what came before is brought to its end, if it can be.
+Several workers take the same rounds in turn, as a pipeline: what one has finished the next takes up. They share a
+`FirstFailure`: once a round has failed, no job of that round or of a later one is begun, by any worker. Jobs of earlier
+rounds are brought to their end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -22,75 +23,80 @@ from typing import Any, TypeVar
 R = TypeVar("R")
 
 
-class Fate:
-    """The first turn in which something failed, and why."""
+class FirstFailure:
+    """The lowest sequence number at which something failed, and the error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._turn, self._error = math.inf, Exception()
+        self._sequence, self._error = math.inf, Exception()
 
-    def fail(self, turn: float, error: Exception) -> None:
+    def record(self, sequence: float, error: Exception) -> None:
         with self._lock:
-            if turn < self._turn:
-                self._turn, self._error = turn, error
+            if sequence < self._sequence:
+                self._sequence, self._error = sequence, error
 
-    @property
-    def has_failed(self) -> bool:
-        return self._turn < math.inf
-
-    def check(self, turn: float) -> None:
-        """Raises what an earlier turn, or this one, failed with."""
+    def check(self, sequence: float) -> None:
+        """Raises the error of this sequence number or of an earlier one."""
         with self._lock:
-            failed, error = turn >= self._turn, self._error
+            failed, error = sequence >= self._sequence, self._error
         if failed:
-            raise _once_more(error) from error
+            raise _copy(error) from error
 
 
-def _once_more(error: Exception) -> Exception:
-    """The same error, to be raised: it would itself remember everybody who ever raises it, and all that they hold."""
+def _copy(error: Exception) -> Exception:
+    """A copy to raise. The error itself would keep the frames of everybody who ever raises it, and all they hold."""
     try:
         return copy.copy(error)
-    except Exception:  # one that cannot be made of its arguments
+    except Exception:  # one that cannot be made from its arguments
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+def _job(
+    function: Callable[..., R], arguments: Sequence[Any], sequence: float, failure: FirstFailure
+) -> tuple[Future[R], Callable[[], None]]:
+    """A future, and the call that fulfils it unless an earlier round, or this one, has failed."""
+    answer: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            failure.check(sequence)
+            answer.set_result(function(*arguments))
+        except Exception as error:
+            failure.record(sequence, error)
+            answer.set_exception(error)
+        except BaseException as error:  # Ctrl-C, where a job runs in the training loop's thread
+            failure.record(sequence, RuntimeError(f"this round was interrupted by {type(error).__name__}"))
+            answer.set_exception(error)
+            raise
+
+    return answer, run
+
+
 class Worker:
-    """A queue of jobs and the thread that works through it. Jobs of an earlier turn go first. After a failure every
-    later job fails likewise. The thread ends with `stop`, or when nobody knows its worker any more.
+    """A thread and its queue. Jobs with lower sequence numbers go first. The thread ends with `stop_all`, or when
+    nobody refers to its worker any more.
     """
 
-    def __init__(self, name: str, fate: Fate | None = None) -> None:
-        self._jobs: Jobs = queue.SimpleQueue()  # which may be used where a garbage collector interrupts
+    def __init__(self, name: str, failure: FirstFailure | None = None) -> None:
+        self._jobs: Jobs = queue.SimpleQueue()  # which is safe to use from a garbage collector's callback
         self._numbers = itertools.count()
-        self._fate = fate or Fate()
-        self._thread = threading.Thread(target=_work_through, args=(self._jobs,), name=name, daemon=True)
+        self._failure = failure or FirstFailure()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
         self._stopped = False
         weakref.finalize(self, self._jobs.put, END)
 
-    def do(self, job: Callable[..., R], *arguments: Any, turn: float = 0) -> Future[R]:
-        """Puts a job at the end of its turn's."""
+    def do(self, job: Callable[..., R], *arguments: Any, sequence: float = 0) -> Future[R]:
+        """Queues a job behind those of its sequence number."""
         if self._stopped:
-            raise RuntimeError(f"the thread {self._thread.name} has ended: there is nobody to do it any more")
-        answer: Future[R] = Future()
-
-        def run() -> None:
-            try:
-                self._fate.check(turn)
-                answer.set_result(job(*arguments))
-            except Exception as error:
-                self._fate.fail(turn, error)
-                answer.set_exception(error)
-
-        self._jobs.put((turn, next(self._numbers), run))
+            raise RuntimeError(f"the thread {self._thread.name} has ended")
+        answer, run = _job(job, arguments, sequence, self._failure)
+        self._jobs.put((sequence, next(self._numbers), run))
         return answer
-
-    def stop(self) -> None:
-        stop_all([self])
 
 
 def stop_all(workers: Sequence[Worker]) -> None:
-    """Ends threads, at the latest when the program ends; one that waits for a silent peer is left behind."""
+    """Ends threads; one that hangs is left behind."""
     for worker in workers:
         worker._stopped = True
         worker._jobs.put(END)
@@ -100,21 +106,38 @@ def stop_all(workers: Sequence[Worker]) -> None:
             worker._thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
+class Inline:
+    """A worker without a thread: jobs run in their order, in the thread of whoever waits for one of them."""
+
+    def __init__(self, failure: FirstFailure | None = None) -> None:
+        self._failure = failure or FirstFailure()
+        self._jobs: deque[Callable[[], None]] = deque()
+
+    def do(self, job: Callable[..., R], *arguments: Any, sequence: float = 0) -> Future[R]:
+        answer, run = _job(job, arguments, sequence, self._failure)
+        self._jobs.append(run)
+        return answer
+
+    def run_until(self, answer: Future[Any]) -> None:
+        while not answer.done():
+            self._jobs.popleft()()
+
+
 Job = tuple[float, float, Callable[[], None] | None]
 Jobs = queue.SimpleQueue[Job]
 END: Job = (math.inf, math.inf, None)
-"""After all that is still to be done."""
+"""Comes after everything that is still to be done."""
 
 
-def _work_through(jobs: Jobs) -> None:
+def _work(jobs: Jobs) -> None:
     waiting: list[Job] = []
     while True:
         if not waiting:
             heapq.heappush(waiting, jobs.get())
         while not jobs.empty():
             heapq.heappush(waiting, jobs.get())
-        job = heapq.heappop(waiting)[2]
-        if job is None:
+        run = heapq.heappop(waiting)[2]
+        if run is None:
             break
-        job()
-        del job  # it knows whoever gave it, who would otherwise live until the next job, or for ever
+        run()
+        del run  # it refers to its round, which would otherwise live until the next job

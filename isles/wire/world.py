@@ -1,24 +1,24 @@
 """The protocol between the engine and the network: the only door.
 
-A world joins islands. The engine hands it a *payload*, one encoded outer gradient, and gets back a *handle*;
-waiting on the handle gives the *mean* over the islands that took part, the same on every island, and who they
-were. Nothing in the engine knows whether the others are threads, processes or continents, nor how many they
-are.
+A world joins islands. The engine hands it a *payload*, one encoded outer gradient, and gets back a *handle*. Waiting on
+the handle gives the *mean* over the islands that took part, the same on every island, and says who they were. Nothing
+in the engine knows whether the others are threads, processes or continents, nor how many they are.
 
-    world.start(payload) -> handle        does not block; every island starts the same rounds in the same order
-    handle.wait()        -> Mean          blocks; may be called again, and then answers at once
-    world.gather(data)   -> [bytes]       blocks; bytes from every island, for comparing notes
+    world.start(payload) -> handle    does not block; every island starts the same rounds in the same order
+    handle.wait()        -> Mean      blocks; may be called again, and then answers at once
+    world.gather(data)   -> [bytes]   blocks; bytes from every island, for comparing settings
+    world.close(reason)               leaves, and tells the others why; a world of one's own may do without
 
-Two things can go wrong, and both are loud. `LostPeerError`: an island died, or did not answer within the time-out.
+Two things can go wrong, and both are loud. `LostPeerError`: an island died, left, or did not answer within the timeout.
 `MismatchError`: the islands are not doing the same thing, or a payload was damaged on the way.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,16 +27,31 @@ from isles.wire.codecs import Codec
 
 
 class LostPeerError(RuntimeError):
-    """An island died or fell silent; the round cannot be completed."""
+    """An island died, left or fell silent; the round cannot be completed."""
 
 
 class MismatchError(ValueError):
     """Islands disagree about what they are doing, or a payload arrived damaged."""
 
 
+class Note(bytes):
+    """Bytes for `World.gather` that say what they are for: islands that are at different points of the program learn
+    where the others are.
+    """
+
+    purpose: str
+    step: int
+
+    @classmethod
+    def of(cls, data: bytes, purpose: str, step: int) -> Note:
+        note = cls(data)
+        note.purpose, note.step = purpose, step
+        return note
+
+
 @dataclass(frozen=True)
 class Payload:
-    """One island's part in one round. An island that has nothing to say takes part with weight zero."""
+    """One island's part in one round. An island that has nothing to contribute takes part with weight zero."""
 
     fragment: int
     round: int
@@ -44,12 +59,17 @@ class Payload:
     numel: int
     weight: float
     encoded: Tensor | Callable[[], Tensor]
-    """uint8, on the CPU: `codec.encode` of the outer gradient. Or a function that makes it, once: a world that has a
-    thread of its own encodes there, beside the training step."""
+    """uint8, on the CPU: `codec.encode` of the outer gradient. Or a function that makes it, called once: a world with
+    threads of its own calls it there."""
+    step: int = 0
+    """How many steps the island has taken, for error messages."""
+    then: Callable[[Mean], None] | None = None
+    """Called with the mean as soon as it has arrived, if the world has a thread to call it in. Otherwise it is never
+    called, and whoever waits for the round does that work."""
 
     @property
     def body(self) -> Tensor:
-        """What goes over the wire. Once it is made, what it was made of is let go."""
+        """What goes over the wire. Once it is made, what it was made of is released."""
         if callable(self.encoded):
             object.__setattr__(self, "encoded", self.encoded())
         return self.encoded  # type: ignore[return-value]
@@ -62,20 +82,32 @@ class Payload:
 
 @dataclass(frozen=True)
 class Mean:
-    """The answer of a round, the same on every island. Do not change `values`: threads share them."""
+    """The answer of a round, the same on every island but for `included` and `missed`."""
 
     values: Tensor
     """fp32: the weighted mean over those who took part; zeros if nobody did."""
     weights: dict[int, float]
-    """Who took part: the weight of each island, by rank, those of weight zero left out."""
+    """Who took part: the weight of each island, by rank; islands of weight zero are left out."""
+    included: bool = True
+    """Whether this island's payload is among those that were averaged (or would be, had it a weight)."""
+    missed: tuple[MissedRound, ...] = ()
+    """Rounds that the others completed without this island, in order: to be applied before this one."""
 
     @property
     def total_weight(self) -> float:
         return sum(self.weights.values())
 
 
+class MissedRound(NamedTuple):
+    """A round that this island has to catch up on."""
+
+    fragment: int
+    round: int
+    mean: Mean
+
+
 class Handle(Protocol):
-    """A round under way."""
+    """A round in flight."""
 
     @property
     def bytes_sent(self) -> int:
@@ -118,24 +150,25 @@ class Arrived:
         return self.mean
 
 
-def default_world() -> World:
-    """Inside `run_local` the island's own; else torch.distributed's default group; without it, one island alone.
+def default_world(island_ranks: Sequence[int]) -> tuple[World, bool]:
+    """The world of an island that trains on these ranks, and whether it was made here and has to be closed.
 
-    Raises ValueError in one of several processes that torchrun has started, if they have not been joined: each would
-    train alone, and nobody would notice.
+    Inside `run_local` it is the island's own; else all of torch.distributed's ranks that hold the same place in their
+    islands; without torch.distributed, one island alone.
     """
     from isles.wire.local_world import LocalWorld
 
     here = LocalWorld.current()
     if here is not None:
-        return here
+        return here, False
     if dist.is_available() and dist.is_initialized():
+        from isles.wire.groups import ranks_at_the_same_place
         from isles.wire.torch_world import TorchWorld
 
-        return TorchWorld()
+        return TorchWorld(ranks_at_the_same_place(island_ranks)), True
     if dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
         raise ValueError(
             f"torchrun has started {os.environ['WORLD_SIZE']} processes, and they are not joined: call "
             "torch.distributed.init_process_group() first (or, for an island alone, world=isles.LocalWorld.alone())"
         )
-    return LocalWorld.alone()
+    return LocalWorld.alone(), True

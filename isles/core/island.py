@@ -1,14 +1,15 @@
-"""The ranks of one island: who of them holds what, and who answers for it.
+"""The ranks of one island: who of them holds what, and who exchanges it.
 
-An island may be several ranks that train one replica together: its parameters are sharded over them (FSDP2,
-tensor parallelism), copied (DDP), or both. Each rank exchanges what it holds with its peers in the other
-islands, those at the same place. What several ranks of an island hold alike is shared out among them: each
-exchanges a part, and they give each other the results, over the fast links inside the island. So an island
-sends every value once, however many ranks it has, and copies stay copies, bit for bit.
+An island may be several ranks that train one replica together: its parameters are sharded over them (FSDP2, tensor
+parallelism), copied (DDP), or both. Each rank exchanges what it holds with its peers in the other islands, those at the
+same place. What several ranks of an island hold alike is shared out among them: each exchanges a part, and they give
+each other the results, over the fast links inside the island. So an island sends every value once, however many ranks
+it has, and copies stay copies, bit for bit.
 
 Who holds what is read off the model: the meshes and placements of its DTensors, the process group of DDP. A plain
 tensor in a sharded model (a norm, under tensor parallelism) is a copy on every rank. Everything that knows about
-DTensors or about talking inside an island is in this file.
+DTensors or about communication inside an island is in this file. It goes over gloo groups of isles' own, from host
+memory (`isles.wire.groups`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isles.wire.groups import private_group, private_store
 from isles.wire.message import bytes_of, tensor_of
 from isles.wire.world import MismatchError
 
+TIMEOUT_SECONDS = 1800.0
+"""Of collectives inside an island, as torch.distributed has it."""
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class Copies:
-    """The ranks that hold the same values, and the part of them that this rank answers for."""
+    """The ranks that hold the same values, and the part of them that this rank exchanges."""
 
     rank: int = 0
     size: int = 1
@@ -50,9 +55,10 @@ class Copies:
         """The values again, from everybody's part; all of them call this at the same time."""
         if self.size == 1:
             return part
-        parts = part.new_empty(self.size * part.numel())
-        dist.all_gather_into_tensor(parts, part.contiguous(), group=self.group)
-        return parts[:numel]
+        own = part.cpu().contiguous()
+        parts = own.new_empty(self.size * own.numel())
+        self.group._allgather_base(parts, own).wait()
+        return parts[:numel].to(part.device)
 
 
 SOLE = Copies()
@@ -73,7 +79,7 @@ class Island:
         ranks = _ranks_of(model, parameters.values())
         if len(ranks) <= 1:
             return cls()
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = _group_of(ranks)
         held = _gather({name: _place_of(parameter) for name, parameter in parameters.items()}, len(ranks), group)
         for rank, places in zip(ranks, held, strict=True):
             if places.keys() != parameters.keys():
@@ -109,8 +115,14 @@ class Island:
         if self.size == 1:
             return list(counts)
         totals = torch.tensor(counts, dtype=torch.float64)
-        dist.all_reduce(totals, group=self.group)
+        self.group.allreduce([totals]).wait()
         return totals.tolist()
+
+    def close(self) -> None:
+        """Gives sockets and threads back."""
+        self.group = None
+        for copies in self._copies.values():
+            copies.group = None
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -163,10 +175,10 @@ def _gather(note: dict[str, Any], size: int, group: Any) -> list[dict[str, Any]]
     """Everybody's note, as JSON."""
     text = json.dumps(note).encode()
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    group.allgather([lengths], [torch.tensor([len(text)])]).wait()
     longest = max(int(length) for length in lengths)
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(rows, tensor_of(text.ljust(longest)), group=group)
+    group.allgather([rows], [tensor_of(text.ljust(longest))]).wait()
     return [json.loads(bytes_of(row)) for row in rows]
 
 
@@ -184,5 +196,8 @@ def _place_of(parameter: Tensor) -> list[list[int]] | None:
 
 
 def _copies_of(ranks: tuple[int, ...]) -> Copies:
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    return Copies(ranks.index(dist.get_rank()), len(ranks), group)
+    return Copies(ranks.index(dist.get_rank()), len(ranks), _group_of(ranks))
+
+
+def _group_of(ranks: Sequence[int]) -> Any:
+    return private_group(private_store("island", ranks), ranks, TIMEOUT_SECONDS)

@@ -46,13 +46,13 @@ def train(world, method, steps=17, resume_at=None, **options):
 @pytest.mark.parametrize("resume_at", [None, 8])
 def test_where_the_outer_state_lies_changes_no_bit(method, resume_at):
     here = isles.run_local(lambda world: train(world, METHODS[method]), 2)
-    shelved = isles.run_local(lambda world: train(world, METHODS[method], outer_device="cpu", resume_at=resume_at), 2)
-    for mine, theirs in zip(here, shelved, strict=True):
+    offloaded = isles.run_local(lambda world: train(world, METHODS[method], outer_device="cpu", resume_at=resume_at), 2)
+    for mine, theirs in zip(here, offloaded, strict=True):
         assert torch.equal(mine[0], theirs[0])
         assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
 
 
-def test_only_what_the_coming_step_needs_is_off_the_shelf():
+def test_only_what_the_coming_step_needs_is_resident():
     replica = model()
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
     world = isles.LocalWorld.alone()
@@ -62,7 +62,7 @@ def test_only_what_the_coming_step_needs_is_off_the_shelf():
             replica(torch.ones(1, 6)).sum().backward()
             optimizer.step()
             due = (*diloco.schedule.sends(step + 1), *diloco.schedule.applies(step + 1))
-            fetched.append(set(diloco._shelf._desk))
+            fetched.append(set(diloco._offload._resident))
             assert fetched[-1] == {one.fragment for one in due}
     assert set() in fetched
     assert set.union(*fetched) == {0, 1, 2}
