@@ -51,11 +51,11 @@ from isles import flags
 from isles.core.fragments import cut
 from isles.core.method import Method
 from isles.train import evals
-from isles.train.batches import Batch, Batches, validation_batches
+from isles.train.batches import Batches, validation_batches
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
-from isles.train.loop import predict
-from isles.train.model import build_model, language_loss
+from isles.train.model import build_model
+from isles.train.step import backward, inner_optimizer, update
 
 LONG = datetime.timedelta(hours=1)
 
@@ -80,6 +80,7 @@ class Peer:
         )
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, self.tokens.vocabulary)
+        self.segments = evals.takes_segments(self.model)
         self.fragments = [fragment.parameters for fragment in cut(self.model, method)]
         check_schedule(method, len(self.fragments))
         self.meetings = 0
@@ -90,7 +91,7 @@ class Peer:
         config, every = self.config, self.method.sync_every
         self.meet()
         alone = self.reference(reference_steps)
-        optimizer = self.optimizer(self.model)
+        optimizer = inner_optimizer(self.model, config)
         with self.joined() as manager, self.diloco(manager, optimizer) as diloco:
             self.meet()
             for step in range(every):
@@ -132,29 +133,17 @@ class Peer:
 
     # ---- training
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        config = self.config
-        decay = 1 / config.steps if config.weight_decay is None else config.weight_decay
-        return torch.optim.AdamW(
-            model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2), weight_decay=decay
-        )
-
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
         """One inner step, as `isles train` takes it; returns its seconds."""
         begin = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = self.config.learning_rate_at(step)
-        batch: Batch = self.batches.at(step)
-        language_loss(predict(model, batch.inputs, batch.segments), batch.targets, self.config.z_loss).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), self.config.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        backward(model, self.batches.at(step), self.config, segments=self.segments)
+        update(model, optimizer, self.config, step)
         return time.perf_counter() - begin
 
     def reference(self, steps: int) -> float:
         """Seconds of a step without communication: the mean over steps and islands."""
         scratch = copy.deepcopy(self.model)
-        optimizer = self.optimizer(scratch)
+        optimizer = inner_optimizer(scratch, self.config)
         for step in range(3):  # the first ones load and allocate
             self.step(scratch, optimizer, step)
         self.meet()

@@ -3,7 +3,6 @@
 A *study* is a few dozen training runs and what they say about a claim. From the bottom up:
 
     job.py        what defines one training run, and the text it runs on
-    inner.py      the inner optimizers
     probes.py     what a study may look at inside a run
     train.py      a job becomes a record: one run, all islands in this process
     pool.py       many jobs, one per core, each in a process of its own; what is finished is kept

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from isles.core.method import Method
 from isles.train import text as sources
+from isles.train.config import TrainConfig
 from isles.train.tokens import TokenSet, prepare
 
 RECORD_VERSION = 1
@@ -71,6 +72,12 @@ class Job:
             default = Method().as_dict()
             kept["method"] = {name: v for name, v in self.method.as_dict().items() if v != default.get(name)}
         return json.loads(json.dumps(kept))  # type: ignore[no-any-return]
+
+    def recipe(self) -> TrainConfig:
+        """The inner optimizer, its schedule, clipping and loss: those of `isles train`."""
+        return TrainConfig(
+            steps=self.steps, learning_rate=self.learning_rate, warmup_steps=self.warmup_steps, optimizer=self.inner
+        )
 
     @property
     def tokens(self) -> int:

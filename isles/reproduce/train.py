@@ -24,15 +24,14 @@ from torch import nn
 
 import isles
 from isles.reproduce import probes
-from isles.reproduce.inner import inner_optimizer, set_rate
 from isles.reproduce.job import Job, Text, shape_of
 from isles.train.batches import Batches, validation_batches
 from isles.train.evals import validation
-from isles.train.model import Decoder, Shape, language_loss
+from isles.train.model import Decoder, Shape
+from isles.train.step import backward, inner_optimizer, update
 from isles.train.tokens import TokenSet
 from isles.wire.world import World
 
-Z_LOSS, CLIP = 1e-4, 1.0
 EVALUATION_ROWS = 32
 COMPILING_PAYS_FROM = 500
 """Inner steps of all islands together."""
@@ -77,25 +76,21 @@ class Run:
 
     def island(self, world: World) -> dict[str, Any]:
         """One island, from the first step to the final evaluation."""
-        job = self.job
+        job, config = self.job, self.job.recipe()
         batches = self._batches(world)
         torch.manual_seed(job.seed)
         layers, heads, width = shape_of(job.model)
         model = Decoder(Shape(layers=layers, heads=heads, width=width), self.tokens.vocabulary).to(self.device)
         forward = self._compile(model)
-        optimizer = inner_optimizer(job, model)
+        optimizer = inner_optimizer(model, config, fused=True)
         durations: list[float] = []
         with self._engine(model, optimizer, world) as diloco:
             for step in range(job.steps):
                 begin = time.perf_counter()
-                set_rate(job, optimizer, step)
-                inputs, targets, _ = batches.at(step).to(self.device)
-                language_loss(forward(inputs), targets, z_loss=Z_LOSS).backward()
+                backward(forward, batches.at(step).to(self.device), config, segments=False)
                 if job.frozen and diloco is not None:
                     probes.freeze(diloco, step + 1)
-                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(model, optimizer, config, step)
                 durations.append(time.perf_counter() - begin)
                 if world.rank == 0 and self._evaluation_is_due(step + 1):
                     with diloco.global_model() if diloco else nullcontext():

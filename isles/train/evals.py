@@ -51,12 +51,12 @@ def total_nats(model: Model, batches: Iterable[Batch], *, segments: bool | None 
 
     Document numbers go to the model if it has an argument `segments`; True or False decides it instead.
     """
-    pass_segments = _takes_segments(model) if segments is None else segments
+    pass_segments = takes_segments(model) if segments is None else segments
     nats, count = 0.0, 0
     with evaluating(model) as device:
         for batch in batches:
             inputs, targets, numbers = batch.to(device)
-            logits = logits_of(model(inputs, segments=numbers) if pass_segments else model(inputs))
+            logits = predict(model, inputs, numbers if pass_segments else None)
             nats += float(_losses(logits, targets).double().sum())
             count += int((targets != IGNORED).sum())
     return nats, count
@@ -129,7 +129,7 @@ def log_likelihoods(model: Model, rows: list[tuple[list[int], int]], device: tor
         end = len(tokens) - 1
         inputs[row, :end] = torch.tensor(tokens[:-1])
         targets[row, end - scored : end] = torch.tensor(tokens[len(tokens) - scored :])
-    losses = _losses(logits_of(model(inputs.to(device))), targets.to(device))
+    losses = _losses(predict(model, inputs.to(device)), targets.to(device))
     return [-value for value in losses.double().sum(1).tolist()]
 
 
@@ -204,8 +204,9 @@ def _windows(prefix: list[int], continuation: list[int], length: int | None) -> 
         yield whole[max(0, last - room - 1) : last], last - first
 
 
-def logits_of(output: Any) -> Tensor:
-    """The logits in what a model returned."""
+def predict(model: Model, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
+    """The logits of a model; `segments`, if given, number the documents that it keeps apart."""
+    output = model(inputs) if segments is None else model(inputs, segments=segments)
     return output.logits if hasattr(output, "logits") else output
 
 
@@ -214,7 +215,8 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
-def _takes_segments(model: Model) -> bool:
+def takes_segments(model: Model) -> bool:
+    """Whether a model has an argument for the document numbers of its inputs."""
     function = unwrap(model).forward if isinstance(model, nn.Module) else model
     return "segments" in inspect.signature(function).parameters
 

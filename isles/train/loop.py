@@ -7,7 +7,6 @@ What happens is written to the event log and nowhere else; whoever wants to see 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,20 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import isles
-from isles.core.fragments import unwrap
 from isles.train import evals, export, sample, shards
-from isles.train.batches import Batch, Batches, validation_batches
+from isles.train.batches import Batches, validation_batches
 from isles.train.checkpoint import Checkpoints, newest_common
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
 from isles.train.launch import STOP_FILE
-from isles.train.model import Decoder, build_model, language_loss
-from isles.train.muon import Muon, groups_of
+from isles.train.model import build_model
 from isles.train.place import Place
 from isles.train.shards import ShardedCheckpoints
+from isles.train.step import autocast, backward, inner_optimizer, update
 from isles.train.synchronise import Cost, DataParallel, Islands, Synchroniser
 from isles.view.events import EventLog
 
@@ -78,16 +76,11 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, self.tokens.vocabulary).to(place.device)
+        self.segments = evals.takes_segments(self.model)
         self.in_shards = method is not None and place.ranks_per_island > 1 and config.inside == "fsdp"
         if self.in_shards:
             shards.shard(self.model, place.mesh["rank"])
-        decay = 1 / config.steps if config.weight_decay is None else config.weight_decay
-        settings: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, config.beta2), "weight_decay": decay}
-        self.optimizer: torch.optim.Optimizer = (
-            Muon(groups_of(self.model), **settings)
-            if config.optimizer == "muon"
-            else torch.optim.AdamW(self.model.parameters(), **settings)
-        )
+        self.optimizer = inner_optimizer(self.model, config)
         keep, kept_in = config.keep_checkpoints, self.folder / "checkpoints"
         self.checkpoints = Checkpoints(kept_in, place.rank, keep)
         group = place.mesh["rank"].get_group() if place.ranks_per_island > 1 else None
@@ -104,19 +97,15 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Trains to the end; returns the summary."""
-        config, optimizer = self.config, self.optimizer
+        config = self.config
         with self._synchroniser() as synchroniser:
             start = self._resume(synchroniser)
             self._log_start(synchroniser, start)
             for step in range(start, config.steps):
                 begin = time.perf_counter()
-                for group in optimizer.param_groups:
-                    group["lr"] = config.learning_rate_at(step)
-                loss = self._pass(synchroniser.model, self.batches.at(step))
+                loss = self._pass(synchroniser.model, step)
                 pass_seconds = time.perf_counter() - begin
-                nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(self.model, self.optimizer, config, step)
                 self._log_step(step, loss, time.perf_counter() - begin, synchroniser.cost_of_step(pass_seconds))
                 self._between_steps(step + 1, synchroniser)
             self.checkpoints.wait()
@@ -128,7 +117,7 @@ class Trainer:
     def _synchroniser(self) -> Synchroniser:
         if self.method is None:
             parallel = DataParallel(self.model, self.optimizer, self.place)
-            parallel.measure_alone(lambda: self._pass(parallel.model, self.batches.at(0)))
+            parallel.measure_alone(lambda: self._pass(parallel.model, 0))
             return parallel
         world = self.place.world
         if self.place.ranks_per_island > 1:
@@ -137,22 +126,10 @@ class Trainer:
             )
         return Islands(self.model, self.optimizer, self.method, self.place, world, self.log)
 
-    def _pass(self, model: nn.Module, batch: Batch) -> float:
-        """Forward and backward of one inner step, in as many parts as wanted; returns the mean loss."""
-        config, total = self.config, 0.0
-        parts = [
-            tensor.to(self.place.device).chunk(config.accumulate)
-            for tensor in (batch.inputs, batch.targets, batch.segments)
-        ]
-        for number, (inputs, targets, segments) in enumerate(zip(*parts, strict=True), start=1):
-            early = number < config.accumulate and hasattr(model, "no_sync")
-            with model.no_sync() if early else contextlib.nullcontext():  # type: ignore[operator]
-                with self._autocast():
-                    logits = predict(model, inputs, segments)
-                    loss = language_loss(logits, targets, config.z_loss) / config.accumulate
-                loss.backward()
-            total += loss.item()
-        return total
+    def _pass(self, model: nn.Module, step: int) -> float:
+        """Forward and backward of one inner step; returns the mean loss."""
+        batch = self.batches.at(step).to(self.place.device)
+        return backward(model, batch, self.config, segments=self.segments)
 
     def _between_steps(self, done: int, synchroniser: Synchroniser) -> None:
         config = self.config
@@ -223,14 +200,11 @@ class Trainer:
         """Validation loss and bits per byte; each rank reads a part of the text, then they add up."""
         tokens, config, place = self.tokens, self.config, self.place
         batches = validation_batches(tokens, config.batch_size, config.sequence_length, max_tokens=most)
-        with self._autocast():
+        with autocast(config, place.device):
             own = evals.total_nats(model, shards.share_out(batches, place.rank, place.world_size))
         sums = [json.loads(note) for note in place.world.gather(json.dumps(own).encode())]
         nats, count = (sum(part) for part in zip(*sums, strict=True))
         return evals.quality(nats, count, tokens.validation_bytes * batches.share)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.place.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def _sum_of_totals(self) -> list[dict[str, Any]]:
         return [json.loads(note) for note in self.place.world.gather(json.dumps(asdict(self.totals)).encode())]
@@ -331,13 +305,6 @@ class Trainer:
         sent = sum(part["bytes_sent"] for part in self._sum_of_totals())
         wall = time.time() - self.began
         self._write("eval", step=step, tokens=step * self.tokens_per_step, bytes_sent=sent, wall_seconds=wall, **found)
-
-
-def predict(model: nn.Module, inputs: Tensor, segments: Tensor) -> Tensor:
-    """The logits of a model. Ours keeps the documents in a sequence apart; a Hugging Face one is not told of them."""
-    if isinstance(unwrap(model), Decoder):
-        return model(inputs, segments)  # type: ignore[no-any-return]
-    return model(inputs).logits  # type: ignore[no-any-return]
 
 
 def stop_step(folder: Path) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isles.train.evals import Model, evaluating, logits_of
+from isles.train.evals import Model, evaluating, predict
 
 
 def generate(
@@ -41,7 +41,7 @@ def generate(
     with evaluating(model) as device:
         while len(tokens) < len(prompt_ids) + count:
             inputs = torch.tensor([tokens[-context_length:]], device=device)
-            logits = logits_of(model(inputs))[0, -1].float().cpu()
+            logits = predict(model, inputs)[0, -1].float().cpu()
             if temperature == 0:
                 token = int(logits.argmax())
             else:
