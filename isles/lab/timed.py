@@ -23,7 +23,6 @@ import argparse
 import json
 import math
 import os
-import socket
 import statistics
 import sys
 import time
@@ -40,8 +39,8 @@ from isles.core.method import Method
 from isles.lab.timed_model import SliceSGD, TimedModel
 from isles.train.config import MethodName, TrainConfig
 from isles.train.launch import FAILED, LOST_PEER, USER_MISTAKE
-from isles.train.loop import Totals
 from isles.train.place import Place, find_place, leave
+from isles.train.run_log import RunLog
 from isles.train.setup import Setup
 from isles.train.synchronise import DataParallel, Islands, Synchroniser
 from isles.view import events
@@ -124,9 +123,7 @@ class TimedRun:
         self.config, self.method, self.place = config, method, place
         self.folder = Path(config.as_train_config().run)
         self._claim()
-        self.began = time.time()
-        self.log = events.EventLog(self.folder / events.FILE_NAME)
-        self.log.write("island", island=place.island, rank=place.rank, pid=os.getpid(), host=socket.gethostname())
+        self.log = RunLog(self.folder, place, tokens_per_step=place.islands)
         self.model = TimedModel(
             parameters=int(config.parameters),
             layers=config.layers,
@@ -135,7 +132,6 @@ class TimedRun:
             island=place.island,
         )
         self.optimizer = SliceSGD(self.model)
-        self.totals = Totals()
         self.seconds_of_steps: list[float] = []
 
     def run(self) -> dict[str, Any]:
@@ -143,7 +139,7 @@ class TimedRun:
         _warm_up(self.method)
         pace, optimizer, one = self.model.pace, self.optimizer, torch.ones(1)
         with self._synchroniser() as synchroniser:
-            self._log_start(synchroniser)
+            self.log.start(asdict(self.config), self.method, synchroniser)
             busy = time.process_time()
             begin = time.perf_counter()
             for step in range(1, self.config.steps + 1):
@@ -155,22 +151,24 @@ class TimedRun:
                 end = time.perf_counter()
                 cost = synchroniser.cost_of_step(passed - begin)
                 pace.has_worked(end - passed - (cost.engine_seconds if self.method else 0.0))
-                self._log_step(step, end - begin, cost)
+                self.seconds_of_steps.append(end - begin)
+                learning_rate = optimizer.param_groups[0]["lr"]
+                self.log.step(step, end - begin, cost, loss=None, learning_rate=learning_rate)
                 begin = end  # writing the log is a part of the next step
             busy = time.process_time() - busy
-        self.totals.bytes_sent += synchroniser.closing_bytes
+        self.log.totals.bytes_sent += synchroniser.closing_bytes
         return self._finish(busy)
 
     def _claim(self) -> None:
         """Makes the run's folder. Raises ValueError, on every island, if there is a run in it."""
         taken = self.place.rank == 0 and (self.folder / events.FILE_NAME).exists()
-        if any(self.place.world.gather(b"taken" if taken else b"")):
+        if any(self.place.gather(taken)):
             raise ValueError(f"--run-dir {self.folder} holds a run already: name another folder")
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _synchroniser(self) -> Synchroniser:
         if self.method is not None:
-            return Islands(self.model, self.optimizer, self.method, self.place, self.place.world, self.log)
+            return Islands(self.model, self.optimizer, self.method, self.place, self.place.world, self.log.events)
         parallel = DataParallel(self.model, self.optimizer, self.place)
 
         def one_pass() -> None:
@@ -180,64 +178,18 @@ class TimedRun:
         parallel.measure_alone(one_pass)
         return parallel
 
-    def _log_start(self, synchroniser: Synchroniser) -> None:
-        if self.place.rank == 0:
-            self.log.write(
-                "config",
-                island=0,
-                islands=self.place.islands,
-                name=self.folder.name,
-                config=asdict(self.config),
-                method=self.method.as_dict() if self.method else None,
-                method_name=self.config.method,
-                tokens_per_step=self.place.islands,
-                version=isles.__version__,
-                **synchroniser.describe(),
-            )
-
-    def _log_step(self, step: int, seconds: float, cost: Any) -> None:
-        self.totals.add(seconds, cost)
-        self.seconds_of_steps.append(seconds)
-        self.log.write(
-            "step",
-            island=self.place.island,
-            step=step,
-            loss=None,
-            learning_rate=self.optimizer.param_groups[0]["lr"],
-            seconds=seconds,
-            tokens=step * self.place.islands,
-            **asdict(cost),
-        )
-
     def _finish(self, cpu_seconds: float) -> dict[str, Any]:
-        place, steps = self.place, self.config.steps
+        steps = self.config.steps
         own = {
-            **asdict(self.totals),
-            "median_seconds": statistics.median(self.seconds_of_steps),
-            "cpu_seconds": cpu_seconds,
-            "late_seconds": self.model.pace.late_seconds,
+            "step_seconds": self.log.totals.seconds / steps,
+            "median_step_seconds": statistics.median(self.seconds_of_steps),
+            "late_seconds_per_step": self.model.pace.late_seconds / steps,
+            "cpu_seconds_per_step": cpu_seconds / steps,
         }
-        parts = [json.loads(note) for note in place.world.gather(json.dumps(own).encode())]
-        total = {name: sum(part[name] for part in parts) for name in own}
-        summary = {
-            "method": self.config.method,
-            "steps": steps,
-            "tokens": steps * place.islands,
-            "islands": place.islands,
-            "parameters": int(self.config.parameters),
-            "bytes_sent": total["bytes_sent"],
-            "peak_bytes_per_step": total["peak_bytes_per_step"],
-            "compute_utilization": 1 - total["engine_seconds"] / total["seconds"],
-            "tokens_per_second": steps * place.islands / (total["seconds"] / place.islands),
-            "step_seconds": total["seconds"] / steps / place.islands,
-            "median_step_seconds": total["median_seconds"] / place.islands,
-            "late_seconds_per_step": total["late_seconds"] / steps / place.islands,
-            "cpu_seconds_per_step": total["cpu_seconds"] / steps / place.islands,
-            "wall_seconds": time.time() - self.began,
-            "run_dir": str(self.folder),
-        }
-        if place.rank == 0:
-            self.log.write("end", island=0, **summary)
+        parts = self.place.gather(own)
+        means = {name: statistics.fmean(part[name] for part in parts) for name in own}
+        summary = {**self.log.summary(asdict(self.config), int(self.config.parameters)), **means}
+        self.log.write("end", **summary)
         return summary
 
 

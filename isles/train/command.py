@@ -72,8 +72,7 @@ def _join_and_train(wanted: setup.Setup) -> dict[str, Any] | None:
             setup.claim(wanted)
         except ValueError as error:
             problem = str(error)
-    problem = place.world.gather(problem.encode())[0].decode()
-    if problem:
+    if problem := place.gather(problem)[0]:
         raise ValueError(problem)
     Path(config.run).mkdir(parents=True, exist_ok=True)
     with watching(config) if place.rank == 0 else nullcontext():

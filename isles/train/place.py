@@ -8,6 +8,7 @@ ranks; a process with no such variables is one island alone.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class Place:
     ranks_per_island: int
     device: torch.device
     world: isles.TorchWorld | isles.LocalWorld
-    """All ranks, for comparing notes."""
+    """All ranks."""
     mesh: Any = None
     """Islands x ranks in an island, if there is more than one process."""
 
@@ -46,6 +47,10 @@ class Place:
     @property
     def islands(self) -> int:
         return self.world_size // self.ranks_per_island
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, which must be JSON; all ranks call it."""
+        return [json.loads(text) for text in self.world.gather(json.dumps(value).encode())]
 
 
 def ranks_of_an_island(wanted: int) -> int:

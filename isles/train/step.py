@@ -52,7 +52,7 @@ def backward(model: Model, batch: Batch, config: TrainConfig, *, segments: bool)
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
-    """Steps count from 0."""
+    """What is left of a step after `backward`; steps count from 0."""
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate_at(step)
     nn.utils.clip_grad_norm_(model.parameters(), config.clip)
