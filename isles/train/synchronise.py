@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,9 @@ class Cost:
     engine_seconds: float = 0.0
     """Everything: waiting, encoding, applying."""
     bytes_sent: int = 0
+
+    def __sub__(self, earlier: Cost) -> Cost:
+        return Cost(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class Synchroniser(Protocol):
@@ -68,7 +71,7 @@ class Synchroniser(Protocol):
 
 
 class Islands:
-    """isles in a training loop, as a user would put it there, with a stopwatch on both sides."""
+    """isles in a training loop, as a user would put it there; what a step has cost is what `stats` has grown by."""
 
     closing_bytes = 0
 
@@ -85,38 +88,33 @@ class Islands:
         if place.ranks_per_island > 1 and not is_sharded(model):
             self.model = DistributedDataParallel(model, process_group=place.mesh["rank"].get_group())
         self._log, self._place = log, place
-        self._cost = Cost()
-        mark = lambda *_: self._marks.append(time.perf_counter())
-        self._marks: list[float] = []
-        optimizer.register_step_post_hook(mark)
-        self.diloco = isles.DiLoCo(self.model, optimizer, method, world=world, on_event=self._note)
-        optimizer.register_step_post_hook(mark)
+        self.diloco = isles.DiLoCo(self.model, optimizer, method, world=world, on_event=self._record)
+        self._before = self._spent()
 
     def __enter__(self) -> Islands:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        before = self.diloco.stats.bytes_sent
         self.diloco.__exit__(*exception)
-        self.closing_bytes = self.diloco.stats.bytes_sent - before
+        self.closing_bytes = self._spent().bytes_sent - self._before.bytes_sent
 
-    def _note(self, event: isles.Event) -> None:
-        what = {"step": event.step, "fragment": event.fragment, "round": event.round}
+    def _record(self, event: isles.Event) -> None:
+        what: dict[str, Any] = {"step": event.step, "fragment": event.fragment, "round": event.round}
         if event.kind == "send":
-            self._cost.bytes_sent += event.num_bytes
             what["num_bytes"] = event.num_bytes
         if event.kind == "apply":
-            self._cost.wait_seconds += event.seconds
-            what["seconds"] = event.seconds  # type: ignore[assignment]
+            what["seconds"] = event.seconds
         if self._place.is_first_of_island:
             self._log.write(event.kind, island=self._place.island, **what)
 
+    def _spent(self) -> Cost:
+        """By all steps so far."""
+        stats = self.diloco.stats
+        return Cost(stats.wait_seconds, stats.engine_seconds, stats.bytes_sent)
+
     def cost_of_step(self, pass_seconds: float) -> Cost:
-        cost, self._cost = self._cost, Cost()
-        before, after = self._marks[-2:]
-        self._marks.clear()
-        cost.engine_seconds = after - before
-        return cost
+        before, self._before = self._before, self._spent()
+        return self._before - before
 
     def global_model(self) -> AbstractContextManager[nn.Module]:
         return self.diloco.global_model()
@@ -126,6 +124,7 @@ class Islands:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.diloco.load_state_dict(state)
+        self._before = self._spent()  # the steps before the checkpoint are part of it
 
     def describe(self) -> dict[str, Any]:
         layers = find_layers(self._plain)
