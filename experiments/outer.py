@@ -9,17 +9,19 @@ Prints a table; docs/log.md has the finding.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 import isles
 from isles.train.batches import Batches, validation_batches
 from isles.train.config import TrainConfig
 from isles.train.evals import validation
-from isles.train.model import LADDER, Decoder, language_loss
+from isles.train.model import LADDER, Decoder
+from isles.train.step import backward, inner_optimizer, update
 from isles.train.tokens import TokenSet, prepare
 
 STEPS, BATCH, LENGTH = 600, 4, 64
-CONFIG = TrainConfig(steps=STEPS, learning_rate=3e-3, warmup_steps=60)
 SETTINGS = {
     "data-parallel": None,
     "outer lr 0.4, momentum 0.9": isles.Method.streaming(sync_every=30),
@@ -32,7 +34,7 @@ SETTINGS = {
 }
 
 
-def train(tokens: TokenSet, method: isles.Method | None, factor: float) -> float:
+def train(tokens: TokenSet, method: isles.Method | None, config: TrainConfig) -> float:
     """Validation loss of the global model; data-parallel is one island with the batches of both."""
     islands = 1 if method is None else 2
 
@@ -41,22 +43,11 @@ def train(tokens: TokenSet, method: isles.Method | None, factor: float) -> float
         batches = Batches(tokens, seed=0, island=world.rank, islands=islands, batch_size=batch, sequence_length=LENGTH)
         torch.manual_seed(0)
         model = Decoder(LADDER["micro"], tokens.vocabulary)
-        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=1 / STEPS)
-
-        def steps() -> None:
-            for step in range(STEPS):
-                optimizer.param_groups[0]["lr"] = factor * CONFIG.learning_rate_at(step)
-                inputs, targets, segments = batches.at(step)
-                language_loss(model(inputs, segments), targets, z_loss=1e-4).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-        if method is None:
-            steps()
-        else:
-            with isles.DiLoCo(model, optimizer, method, world=world):
-                steps()
+        optimizer = inner_optimizer(model, config)
+        with isles.DiLoCo(model, optimizer, method, world=world) if method else nullcontext():
+            for step in range(config.steps):
+                backward(model, batches.at(step), config, segments=True)
+                update(model, optimizer, config, step)
         seen = validation_batches(tokens, 32, LENGTH, max_tokens=32768)
         return validation(model, seen, tokens.validation_bytes)["val_loss"]
 
@@ -66,11 +57,11 @@ def train(tokens: TokenSet, method: isles.Method | None, factor: float) -> float
 def main() -> None:
     torch.set_num_threads(1)
     tokens = prepare("stdlib", vocabulary=1024)
-    for factor in (1.0, 1 / 3):
-        print(f"inner learning rate {3e-3 * factor:g}")
-        base = 0.0
+    for rate in (3e-3, 1e-3):
+        print(f"inner learning rate {rate:g}")
+        config, base = TrainConfig(steps=STEPS, learning_rate=rate, warmup_steps=60), 0.0
         for name, method in SETTINGS.items():
-            loss = train(tokens, method, factor)
+            loss = train(tokens, method, config)
             base = base or loss
             print(f"{name:<28} {loss:.4f}  {loss / base - 1:+.1%}", flush=True)
 
