@@ -71,7 +71,7 @@ def test_a_crash_at_any_moment_of_the_writing_leaves_the_one_before(tmp_path, mo
     elif moment == "in the note":
         path.with_suffix(".json").write_text('{"step": 2, "by')
     else:
-        path.with_suffix(".json").rename(path.with_suffix(".part-note"))
+        path.with_suffix(".json").rename(path.with_suffix(".part-manifest"))
     again = Checkpoints(tmp_path, island=0, keep=2)
     assert again.steps() == [1]
     again.save(2, state(2))

@@ -2,7 +2,7 @@
 
     namespaces   a machine of the laboratory: network, processes and host name of its own
     network      islands joined by a bridge; counters, links that go down and come back
-    shaping      what a link is made to be: bandwidth, latency, loss
+    shaping      the shape of a link: bandwidth, latency, loss
     transfer     a transfer before the run: does the link carry what it should
     nodes        torchrun in every namespace, as a user would start it on several machines
     programs     what runs there: `isles train`, or `timed` (and `timed_model`), whose compute is a sleep

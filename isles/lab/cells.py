@@ -5,7 +5,7 @@
 
 A cell is at least two periods long, after the steps in which nothing can be due yet (a whole period with eager
 updates), and as long as its kind says if its method allows. Where results are due late and the link is all but full,
-it is longer: a backlog could grow for many periods before anybody waits for it.
+it is longer: a backlog could grow for many periods before an island waits for it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ KINDS = {kind.name: kind for kind in (COMPUTE, TIMED)}
 
 @dataclass(frozen=True)
 class Cell:
-    """One method at one bandwidth, for the how-many-th time."""
+    """One repeat of one method at one bandwidth."""
 
     kind: Kind
     variant: Variant
@@ -129,11 +129,11 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, str, float, int]:
-        """What tells it from other cells."""
+        """Identifies the cell."""
         return self.kind.name, self.variant.name, self.bandwidth, self.repeat
 
     def flags(self) -> list[str]:
-        """What the program on the islands is told."""
+        """Flags of the program on the islands."""
         method = ["--method", self.variant.preset]
         knobs = [f"--{name.replace('_', '-')}={value}" for name, value in self.variant.knobs.items()]
         return [*self.kind.flags, *method, *knobs, "--steps", str(self.steps())]

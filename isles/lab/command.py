@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--reference-turns",
         action="store_true",
-        help="run and reference in turns of some seconds, for a machine that is not equally fast all the time",
+        help="run and reference in turns of some seconds, for a machine whose speed varies",
     )
     how.add_argument(
         "--sweep", action="store_true", help="all methods at several bandwidths instead: a table and a figure"

@@ -21,7 +21,7 @@ STEADY_PERIODS = 8
 """The most that count as steady: what was before them may be a backlog that is still growing."""
 
 Sample = tuple[float, list[Counters]]
-"""Seconds since the epoch, and what each island's counters said then."""
+"""Seconds since the epoch, and each island's counters at that time."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Loop:
 
 
 def loops(log: Sequence[Event], islands: int, skip: int = 0) -> list[Loop]:
-    """The training loop of each island, as the event log tells it, without its first steps if there are others."""
+    """The training loop of each island, from the event log, without its first steps if there are others."""
     found = []
     for island in range(islands):
         steps = [event for event in log if event["event"] == "step" and event["island"] == island]

@@ -61,15 +61,15 @@ class Namespace:
         with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
             self._holder.stdin.write(b"here\n")
         if self._holder.stdout.readline() != b"here\n":
-            said = self._holder.stderr.read().decode().strip().splitlines()
-            raise OSError(why_not(said[0] if said else f"exit code {self._holder.wait()}"))
+            lines = self._holder.stderr.read().decode().strip().splitlines()
+            raise OSError(why_not(lines[0] if lines else f"exit code {self._holder.wait()}"))
         pid = self._holder.pid
         while Path(f"/proc/{pid}/comm").read_text() != "cat\n":
             pid = children(pid)[0]
         return pid
 
     def command(self, arguments: Sequence[str], kinds: Sequence[str] = KINDS) -> list[str]:
-        """What to start outside so that the arguments are run inside."""
+        """The command that, started outside, runs the arguments inside."""
         user = [*self._user, "--preserve-credentials"] if self._user else []
         return [_found("nsenter"), "--target", str(self.pid), *user, *kinds, "--", *arguments]
 
@@ -143,12 +143,12 @@ def check() -> None:
     Namespace("check").close()
 
 
-def why_not(said: str) -> str:
-    """One line on what is missing, from what `unshare` said."""
+def why_not(error: str) -> str:
+    """One line on what is missing, from the error of `unshare`."""
     if os.geteuid() == 0:
-        return f"this system lets not even root make network namespaces ({said}): in a container, add CAP_SYS_ADMIN"
+        return f"even root cannot make network namespaces on this system ({error}): in a container, add CAP_SYS_ADMIN"
     return (
-        f"this system lets you make no network namespaces ({said}): run as root, or allow user namespaces "
+        f"you cannot make network namespaces on this system ({error}): run as root, or allow user namespaces "
         "(sysctl user.max_user_namespaces; on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0)"
     )
 

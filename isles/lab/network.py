@@ -4,13 +4,13 @@
     [ eth0 ]----------------[ port0 ]--[ bridge ]--[ port1 ]----------------[ eth0 ]
       tbf: out of island 0     tbf: into island 0     tbf: into island 1      tbf: out of island 1
 
-Whatever an island sends is shaped where it leaves eth0, whatever it gets is shaped where it leaves the bridge's port.
-A frame is what crosses a real cable: the kernel's habit of handing several over as one (segmentation offload) is
-switched off, so that counters, which count at eth0, see every header.
+What an island sends is shaped where it leaves eth0, what it receives where it leaves the bridge's port. A frame is what
+crosses a real cable: segmentation offload, in which the kernel hands over several as one, is switched off, so counters,
+which count at eth0, see every header.
 
-The default MTU is 9000 (jumbo frames), a choice: headers and acknowledgements of TCP are then 1 % of the payload,
-and what the kernel counts can be held against what isles says it sent. With 1500 they are 5 to 7 %. TCP's congestion
-control is cubic where the kernel has it, as it is nearly everywhere, whatever this machine is set to.
+The default MTU is 9000 (jumbo frames): headers and acknowledgements of TCP are then 1 % of the payload, and what the
+kernel counts can be compared with what isles says it sent. With 1500 they are 5 to 7 %. TCP's congestion control is
+cubic where the kernel has it, which is the default nearly everywhere, whatever this machine is set to.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Network:
         """Plugs it in again."""
         self._middle.run(["ip", "link", "set", f"port{island}", "up"])
 
-    # ---- what the kernel says
+    # ---- the kernel's counters
 
     def counters(self, island: int) -> Counters:
         """What has crossed an island's interface so far."""

@@ -3,7 +3,8 @@
 What an island prints goes to `node-I.log` in a folder of the run. `wait` returns when all have ended; when one has
 failed, the others get as long as the time-out says, since each of them has to notice by itself.
 
-What torchrun has started can be stopped and let go on. torchrun itself is not: it tells the others that it is alive.
+The processes that torchrun has started can be stopped and resumed. torchrun itself keeps running: its heartbeats tell
+the others that it is alive.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Node:
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Lets them go on."""
+        """Resumes them."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -81,14 +82,14 @@ def torchrun(
 
 
 def environment(network: Network) -> dict[str, str]:
-    """What an island's processes are told: which interface leads to the others, and its share of the cores."""
+    """Variables of an island's processes: the interface that leads to the others, and its share of the cores."""
     cores = max(1, (os.cpu_count() or 1) // len(network.islands))
     plain = {name: value for name, value in os.environ.items() if name not in FORGOTTEN}
     return {"OMP_NUM_THREADS": str(cores), **plain, "GLOO_SOCKET_IFNAME": DEVICE}
 
 
 FORGOTTEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ISLES_RENDEZVOUS")
-"""Variables that would make a process believe that it is a part of something else."""
+"""Variables of another launcher, which a process must not inherit."""
 
 
 def start(
@@ -96,12 +97,12 @@ def start(
 ) -> list[Node]:
     """Starts one command on each island."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {**environment(network), **(env or {})}
+    variables = {**environment(network), **(env or {})}
     nodes = []
     for island, command in enumerate(commands):
         log = folder / f"node-{island}.log"
         with log.open("wb") as stream:
-            process = network.start(island, command, env=told, stdout=stream, stderr=stream)
+            process = network.start(island, command, env=variables, stdout=stream, stderr=stream)
         nodes.append(Node(island, process, log))
     return nodes
 
@@ -109,8 +110,8 @@ def start(
 def wait(
     nodes: Sequence[Node], *, seconds: float, grace_seconds: float, tick: Callable[[], None] = lambda: None
 ) -> list[int | None]:
-    """Until all have ended: their exit codes. After `seconds`, or `grace_seconds` after the first has failed, whoever
-    still runs has None. `tick` is called now and then.
+    """Waits until all have ended; returns their exit codes. After `seconds`, or `grace_seconds` after the first has
+    failed, a node that still runs has None. `tick` is called now and then.
     """
     deadline = time.monotonic() + seconds
     failed = False

@@ -1,7 +1,7 @@
 """What the planner says about a run in the laboratory, given what was measured of it: step time and bandwidth.
 
 The planner's bandwidth is that of the line, and it adds the headers of Ethernet, IP and TCP itself. What the transfer
-measured is payload. So the planner is told of a line that would carry just that payload.
+measured is payload. So the planner is given a line that would carry just that payload.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def workload_of(config: Event, step_seconds: float, ranks: int = 1) -> Workload:
 def coding_of(config: Event, processes: int, timed: bool) -> Coding | None:
     """How fast this machine encodes and decodes for a run, measured at the size of its largest fragment.
 
-    Islands that wait for each other's rounds encode at the same time, on the same cores, so that is how it is measured;
-    those that do not wait, with delayed and eager updates, are soon out of step, and as many as there are cores are
-    taken to be at it. What is done beside a loop that trains, not sleeps, takes from it unless there are two cores for
-    each process.
+    Islands that wait for each other's rounds encode at the same time, on the same cores, so that is how it is measured.
+    Those that do not wait, with delayed and eager updates, are soon out of step; of them, as many as there are cores
+    are taken to encode at a time. Background threads slow down a loop that trains, not one that sleeps, unless there
+    are two cores for each process.
     """
     if not config["method"]:
         return None

@@ -1,8 +1,8 @@
 """What runs on the islands: `isles train`, or `isles.lab.timed`, whose compute is a timed sleep; and their flags.
 
-Flags are read here before anything is built, so that a mistake in them is told at once and not by every island. The
-same reading gives the *reference*: the same model, data and batches without any synchronisation, which is
-data-parallel training on one island alone.
+Flags are read here before anything is built, so a mistake in them is reported at once, and not by every island. The
+same flags give the *reference*: the same model, data and batches without any synchronisation, which is data-parallel
+training on one island alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from isles.train.config import TrainConfig
 from isles.train.setup import Setup
 
 QUIET = {"eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
-"""What the laboratory sets, unless told otherwise: nothing but steps between the first step and the last."""
+"""Set by the laboratory unless the user sets it: nothing but steps between the first step and the last."""
 NOT_THE_USERS = ("run", "run_dir", "islands", "overwrite")
 MANY = 1_000_000
 NOT_IN_REFERENCE = ("resume", "method", "island_data", "evals", "reduction", *QUIET)
@@ -39,7 +39,7 @@ class Program:
 
     name: str
     start: tuple[str, ...]
-    """What torchrun is told to start."""
+    """The program, as torchrun takes it."""
     arguments: tuple[str, ...]
     """The user's flags, as they were written."""
     chosen: Mapping[str, Any]
@@ -50,11 +50,11 @@ class Program:
     """Both together."""
 
     def flags_of_run(self, folder: Path) -> list[str]:
-        """What an island of the run is told."""
+        """For an island of the run."""
         return [*self.start, "--run-dir", str(folder), *_as_flags(self.sets), *self.arguments]
 
     def flags_of_reference(self, folder: Path, island: int) -> list[str]:
-        """What an island is told that trains alone, for as long as it is left to."""
+        """For an island that trains alone, until it is stopped."""
         kept = {name: value for name, value in self.chosen.items() if name not in NOT_IN_REFERENCE}
         sources = self.config.island_sources() if isinstance(self.config, TrainConfig) else []
         if sources:

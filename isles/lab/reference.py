@@ -1,9 +1,9 @@
 """The same steps without communication: what utilisation is measured against.
 
-Every island trains alone, all at the same time, on its own share of the cores, so that islands which share a machine
-are in each other's way here as in the run. They work in *turns*: from when they are let go until they are stopped. A
-step counts if it began and ended within a turn. There is a turn before the run, and there may be others in the midst
-of it, while the run is stopped (`isles.lab.turns`).
+Every island trains alone, all at the same time, on its own share of the cores: islands that share a machine compete
+for it here as in the run. They work in *turns*: from when they are resumed until they are stopped. A step counts if it
+began and ended within a turn. There is a turn before the run, and there may be others during it, while the run is
+stopped (`isles.lab.turns`).
 
 The time of a step is a mean, as that of the run is: now and then a step takes longer on any machine, with
 communication or without.
@@ -115,7 +115,7 @@ class Alone:
                 raise OSError(f"the reference failed on island {node.island}: {node.complaint()}; see {node.log}")
 
     def close(self) -> None:
-        """Ends them, and whatever else runs on the islands: nobody waits for an evaluation."""
+        """Kills them and everything else on the islands, without waiting for an evaluation."""
         for node in self._nodes:
             self._network.crash(node.island)
             node.process.wait()

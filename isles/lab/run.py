@@ -37,9 +37,9 @@ from isles.view.events import Event
 
 RECORD = "lab.json"
 GRACE_SECONDS = 20.0
-"""How long after its time-out an island may need to say that it has lost the others."""
+"""How long after its time-out an island may need to report that it has lost the others."""
 LEAST_TURNS = 3
-"""Of the reference in the midst of a run. With fewer, what was before it and what comes after it count."""
+"""Of the reference during a run. With fewer, those before and after the run count."""
 
 Say = Callable[[str], None]
 
@@ -60,7 +60,7 @@ class Options:
     reference_steps: int = 20
     """0: no reference, and then neither utilisation nor prediction."""
     reference_turns: bool = False
-    """In turns with the run, for a machine that is not equally fast all the time."""
+    """In turns with the run, for a machine whose speed varies."""
     timeout_seconds: float = 3600.0
     """How long the run may take."""
 
@@ -144,17 +144,17 @@ def _references(options: Options, alone: Alone, log: list[Event], say: Say) -> l
     """What a step takes on each island, in each of the turns that count: those of the steady part of the run if there
     were enough, or else the one before the run and, if it is to be in turns, one more after it.
     """
-    amid = [alone.step_seconds(turn) for turn in alone.turns if turn.within(*figures.steady_time(log))]
-    amid = [each for each in amid if each]
-    if len(amid) >= LEAST_TURNS:
-        return amid
+    during = [alone.step_seconds(turn) for turn in alone.turns if turn.within(*figures.steady_time(log))]
+    during = [each for each in during if each]
+    if len(during) >= LEAST_TURNS:
+        return during
     before = alone.step_seconds(alone.turns[0])
     if not options.reference_turns:
         return [before]
     try:
         _take_a_turn(alone, options, say)
     except OSError as error:
-        say(f"{error}; what it took before the run counts")
+        say(f"{error}; the turn before the run counts alone")
         return [before]
     return [before, alone.step_seconds(alone.turns[-1])]
 
@@ -199,8 +199,8 @@ def _stolen(begin: list[int], end: list[int]) -> float:
 
 
 def run_command(options: Options, command: Sequence[str], say: Say) -> dict[str, Any]:
-    """Any command on every island; {island}, {islands}, {address}, {host}, {port}, {interface} stand for what they
-    say, {host} for the address of island 0.
+    """Any command on every island; {island}, {islands}, {address}, {host} (the address of island 0), {port} and
+    {interface} are filled in.
     """
     with options.network() as network:
         record = _described(options, network, say)
@@ -249,8 +249,8 @@ def _run_to_the_end(
     patience_seconds: float,
     alone: Alone | None = None,
 ) -> tuple[list[figures.Sample], list[Turn]]:
-    """Runs a command on each island; what the kernel counted meanwhile, and when it was stopped for the reference's
-    turns. Ends the program if one of them fails.
+    """Runs a command on each island; returns what the kernel counted meanwhile, and when the run was stopped for the
+    reference's turns. Ends the program if one of them fails.
     """
     samples: list[figures.Sample] = []
 
@@ -271,12 +271,12 @@ def _run_to_the_end(
     )
     sample()
     if any(codes):
-        said = "\n".join(f"  island {node.island}: {node.complaint()}" for node in started if node.process.poll() != 0)
-        raise SystemExit(f"isles lab: the run failed; all that was said: {options.folder}/node-*.log\n{said}")
+        why = "\n".join(f"  island {node.island}: {node.complaint()}" for node in started if node.process.poll() != 0)
+        raise SystemExit(f"isles lab: the run failed; full output: {options.folder}/node-*.log\n{why}")
     if None in codes:
         raise SystemExit(
             f"isles lab: the run did not end within {units.duration(options.timeout_seconds)}: give it a longer "
-            f"--timeout, or fewer steps (all that was said: {options.folder}/node-*.log)"
+            f"--timeout, or fewer steps (full output: {options.folder}/node-*.log)"
         )
     return samples, turns.pauses if turns else []
 

@@ -1,6 +1,6 @@
-"""What a link is made to be: bandwidth, latency, loss, by the kernel's traffic control at the sending interface.
+"""The shape of a link: bandwidth, latency, loss, by the kernel's traffic control at the sending interface.
 
-Bandwidth is a token bucket (tbf) on whatever leaves an interface. It counts whole Ethernet frames, as a provider
+Bandwidth is a token bucket (tbf) on what leaves an interface. It counts whole Ethernet frames, as a provider
 does. The bucket holds 2 ms, or two frames: enough for the clock of the kernel, and little enough that a transfer of
 a megabyte goes at the rate and not at the speed of memory. In front of it waits a queue of 50 ms, or eight frames;
 what does not fit is dropped, and TCP slows down, as on a real uplink.
@@ -91,11 +91,11 @@ def apply(execute: Execute, device: str, shape: Shape, *, outward: bool) -> None
 
 
 def _netem(shape: Shape) -> list[str]:
-    """What netem is told; nothing if it is not needed."""
-    told: list[str] = []
+    """The options of netem; none if it is not needed."""
+    options: list[str] = []
     if shape.latency_seconds:
-        told += ["delay", f"{shape.latency_seconds * 1e6:.0f}us"]
+        options += ["delay", f"{shape.latency_seconds * 1e6:.0f}us"]
     if shape.loss:
-        told += ["loss", f"{shape.loss:.4%}"]
+        options += ["loss", f"{shape.loss:.4%}"]
     in_flight = math.ceil(shape.bits_per_second / 8 * shape.latency_seconds / shape.frame_bytes)
-    return [*told, "limit", str(1000 + 2 * in_flight)] if told else []
+    return [*options, "limit", str(1000 + 2 * in_flight)] if options else []

@@ -3,10 +3,9 @@
 Every record is appended to `results.jsonl` as soon as it is there. A sweep that is started again skips what is in the
 file, so it may be interrupted at any time, and what failed is tried again.
 
-A virtual machine has as much of its cores as its host leaves it, and sometimes that is not much. So a run during which
-the host took more than `STOLEN` of them, or was too busy to shape the links, is done again, a few times at most; of all
-its runs a cell keeps the one from which the least was taken, whatever came out. What was taken from each is in the
-record (`cpu_stolen_each`).
+A virtual machine shares its cores with others on the same host (steal time). A run during which the host took more than
+`STOLEN` of them, or was too busy to shape the links, is repeated, a few times at most. Of all its runs a cell keeps the
+one with the least steal time, whatever its result; that of each is in the record (`cpu_stolen_each`).
 """
 
 from __future__ import annotations

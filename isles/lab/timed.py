@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m isles.lab.timed --steps 256 --method streaming --sync-every 128 --run-dir runs/timed
 
-A real training step keeps a core busy, so four islands on two cores would slow each other down and be blamed on
+A real training step keeps a core busy, so four islands on two cores would slow each other down, and it would look like
 the network. Here a step *waits* as long as an accelerator would compute, and everything else is real: the engine, the
 codec, the outer optimizer, the processes and the bytes.
 
@@ -83,7 +83,7 @@ class TimedConfig:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name):g} must be greater than 0")
 
     def as_train_config(self) -> TrainConfig:
-        """What `isles train` would be told of it: where a process stands depends on that alone."""
+        """The same run for `isles train`, as far as `find_place` and `Setup` need it."""
         return TrainConfig(
             run=self.run_dir or f"runs/timed-{self.method}",
             model="timed",
@@ -194,7 +194,7 @@ class TimedRun:
 
 
 def _warm_up(method: Method | None) -> None:
-    """Has done once what takes long only the first time: an optimizer's step loads a compiler, a codec may use one."""
+    """Does once what is slow the first time: an optimizer's step loads a compiler, a codec may use one."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     torch.optim.SGD([parameter]).step()
     if method is not None:

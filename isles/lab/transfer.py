@@ -53,7 +53,7 @@ def measure(network: Network, seconds: float = SECONDS, warm_up_seconds: float =
 
 
 class LinkError(OSError):
-    """Links do not carry what they were told to."""
+    """A link does not carry its nominal rate."""
 
 
 def verify(network: Network, attempts: int = 3) -> list[float]:
@@ -91,7 +91,7 @@ def _receive(address: str, seconds: float, warm_up_seconds: float) -> None:
 
 
 def _send(address: str) -> None:
-    """Sends until the receiver has had enough."""
+    """Sends until the receiver closes the connection."""
     data = bytes(CHUNK_BYTES)
     try:
         with socket.create_connection((address, PORT)) as connection:

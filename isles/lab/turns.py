@@ -1,17 +1,16 @@
-"""The run and its reference, in turns of some seconds: for a machine that is not equally fast all the time.
+"""The run and its reference, in turns of some seconds: for a machine whose speed varies.
 
-A virtual machine's cores are shared with others, and the same step may take a fifth longer a minute later. What was
-measured before the run is then no measure for it. So both are there at once, one of them stopped:
+A virtual machine's cores are shared with others, and the same step may take a fifth longer a minute later. A
+measurement before the run then says little about the run. So both are there at once, one of them stopped:
 
     run        ======    ======    ======        a second and a half or four steps, and on until the links are quiet
     reference        ====      ====      ====    as long
 
-The run is stopped only while nothing moves on any link: what is on its way would arrive meanwhile, for nothing. A link
-that is always full is never quiet; then there is a turn before the run and one after it.
+The run is stopped only while nothing moves on any link: bytes in flight would arrive during the pause, at no cost to
+the run. A link that is always full is never quiet; then there is a turn before the run and one after it.
 
-The time in which the run was stopped is taken out of its log (`running`). What a switch costs, caches that have to be
-filled again, is left to the run's account. A run that never exchanges anything has 98 to 99 % by this measure
-(docs/log.md).
+The time in which the run was stopped is taken out of its log (`running`). The cost of a switch, caches that have to be
+filled again, is charged to the run. A run that never exchanges anything has 98 to 99 % by this measure (docs/log.md).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_":
 whether it gives memory back in every step and asks for it again, and one of the two is some percent slower for good.
 """
 TURN_SECONDS, TURN_STEPS = 1.5, 4
-"""The longer one of the two."""
+"""The longer of the two is the length of a turn."""
 QUIET_SECONDS, QUIET_LATENCIES, QUIET_BYTES = 0.1, 4, 500
 """Nothing moves if no island has sent more than so many bytes, no frame of data, for so long."""
 TURNS_IN_A_TIMEOUT = 4
-"""Islands that give each other up sooner than that cannot be stopped."""
+"""A run whose time-out is shorter than so many turns cannot be stopped."""
 
 
 class Turns:
@@ -102,8 +101,8 @@ def quiet(samples: Sequence[Sample], seconds: float) -> bool:
 
 
 def moved(samples: Sequence[Sample], pauses: Sequence[Turn]) -> int:
-    """The bytes that all islands have sent while the run was stopped: what was on its way after all, and what torchrun,
-    which is not stopped, has to say.
+    """The bytes that all islands have sent while the run was stopped: what was in flight after all, and the heartbeats
+    of torchrun, which is not stopped.
     """
     found = 0
     for pause in pauses:

@@ -1,10 +1,9 @@
 """Checkpoints that survive a crash at any moment, a full disk, and islands on different machines.
 
-Each island writes its own file, `checkpoints/STEP/island-R.pt`, under a temporary name, flushed to disk and
-then renamed, and beside it a small JSON note with its size and checksum: a file without its note, or that
-does not fit it, is not a checkpoint. No island waits for another. To resume, the islands tell each other
-which steps they hold and take the newest that all of them have, so a run on machines with separate disks
-needs nothing shared.
+Each island writes its own file, `checkpoints/STEP/island-R.pt`, under a temporary name, flushes it to disk and
+renames it. A small JSON file next to it, the manifest, has its size and checksum. A file without a manifest, or that
+does not match it, is not a checkpoint. No island waits for another. To resume, the islands exchange which steps they
+hold and take the newest that all of them have, so machines with separate disks need nothing shared.
 
 The state is copied at once and written by a thread, while training goes on. A failed write is an error at the next
 checkpoint or at the end, and leaves earlier checkpoints alone. Loading never executes anything (`weights_only`).
@@ -65,9 +64,9 @@ class Checkpoints:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            note = {"step": step, "bytes": part.stat().st_size, "crc32": _crc32(part)}
+            manifest = {"step": step, "bytes": part.stat().st_size, "crc32": _crc32(part)}
             part.rename(path)
-            _write_atomically(path.with_suffix(".json"), json.dumps(note).encode())
+            _write_atomically(path.with_suffix(".json"), json.dumps(manifest).encode())
             self._remove_old()
         except OSError as error:
             self._failure = error
@@ -79,20 +78,20 @@ class Checkpoints:
     def _remove_old(self) -> None:
         for step in self.steps()[: -self.keep]:
             path = self.path(step)
-            path.with_suffix(".json").unlink(missing_ok=True)  # first: without its note the file does not count
+            path.with_suffix(".json").unlink(missing_ok=True)  # first: without it the file does not count
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # another island still has its part there, or was faster
                 path.parent.rmdir()
 
     def steps(self) -> list[int]:
         """The steps of which this island holds a good checkpoint, oldest first."""
-        notes = self.folder.glob(f"*/island-{self.island}.json")
-        return sorted(int(note.parent.name) for note in notes if note.parent.name.isdigit() and self._is_good(note))
+        manifests = self.folder.glob(f"*/island-{self.island}.json")
+        return sorted(int(each.parent.name) for each in manifests if each.parent.name.isdigit() and self._matches(each))
 
-    def _is_good(self, note: Path) -> bool:
+    def _matches(self, manifest: Path) -> bool:
         try:
-            written = json.loads(note.read_text())
-            return bool(note.with_suffix(".pt").stat().st_size == written["bytes"])
+            written = json.loads(manifest.read_text())
+            return bool(manifest.with_suffix(".pt").stat().st_size == written["bytes"])
         except (OSError, ValueError, KeyError):
             return False
 
@@ -121,7 +120,7 @@ def newest_common(held: Iterable[Iterable[int]]) -> int | None:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part-note")
+    part = path.with_suffix(".part-manifest")
     with part.open("wb") as file:
         file.write(data)
         file.flush()

@@ -1,4 +1,4 @@
-"""The global model of a run, to take away (`isles export`) and to try (`isles sample`).
+"""The global model of a run, for `isles export` and `isles sample`.
 
 A finished run has it in `model.safetensors`. Of a run that is still going, or that has crashed, it is in the
 newest checkpoint: the anchors of island 0. An exported folder holds weights, configuration and tokenizer; for

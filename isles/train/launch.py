@@ -1,10 +1,10 @@
-"""Starting the islands of a run on this machine, watching them, and stopping them well.
+"""Starting the islands of a run on this machine, watching them, and stopping them cleanly.
 
 Every island is a process of its own, as it would be on a machine of its own. This process trains nothing, and
-does not even load torch: it shows what the event log says. When an island dies, the others notice by
-themselves (their next exchange fails) and end; those that do not are ended. Ctrl-C asks all islands to stop
-at the same step, a little ahead, where they save and leave; a second one ends them at once. What an island
-prints goes to `island-R.log` in the run's folder.
+does not even load torch: it shows the event log. When an island dies, the next exchange of the others fails,
+and they exit; those that do not are killed. Ctrl-C asks all islands to stop at the same step, a little ahead,
+where they save and exit; a second one kills them at once. What an island prints goes to `island-R.log` in the
+run's folder.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def launch(config: TrainConfig) -> dict[str, Any]:
     """
     folder = Path(config.run)
     (folder / STOP_FILE).unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="isles-") as meeting, watching(config):
-        islands = [_start(config, rank, Path(meeting) / "rendezvous") for rank in range(config.islands)]
+    with tempfile.TemporaryDirectory(prefix="isles-") as scratch, watching(config):
+        islands = [_start(config, rank, Path(scratch) / "rendezvous") for rank in range(config.islands)]
         try:
             codes = _wait(islands, config)
         finally:
@@ -47,13 +47,13 @@ def launch(config: TrainConfig) -> dict[str, Any]:
                 if island.poll() is None:
                     island.kill()
                 island.wait()
-    _check(codes, config)  # when all progress has been shown: what it has to say is the last line
+    _check(codes, config)  # after all progress has been shown: its message is the last line
     return summary_of(folder)
 
 
 @contextmanager
 def watching(config: TrainConfig) -> Iterator[None]:
-    """Shows the run's progress, and feeds whatever else looks at it, until the block ends."""
+    """Shows the run's progress, and feeds other viewers of the event log, until the block ends."""
     over = threading.Event()
     path = Path(config.run) / "events.jsonl"
     watchers = _watchers(config)
@@ -164,8 +164,8 @@ def _explain(codes: list[int | None], config: TrainConfig) -> None:
     if killed:
         name = signal.Signals(-(codes[killed[0]] or 0)).name
         raise SystemExit(f"isles train: island {killed[0]} was ended by {name}, and the others stopped; {resume}")
-    first = min(failed, key=lambda rank: codes[rank] == LOST_PEER)  # whoever lost another is not the cause
-    why = f"{_last_line(config, first)} (all it said: {config.run}/island-{first}.log)"
+    first = min(failed, key=lambda rank: codes[rank] == LOST_PEER)  # an island that lost a peer is not the cause
+    why = f"{_last_line(config, first)} (full output: {config.run}/island-{first}.log)"
     raise SystemExit(f"isles train: island {first} failed: {why}; {resume}")
 
 

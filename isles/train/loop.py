@@ -2,7 +2,7 @@
 
 What comes before the loop builds things (data, model, optimizer, synchronisation), what comes after it
 finishes up (global model, final evaluation, sample, summary). The loop itself is the one a user would write.
-What happens is written to the event log and nowhere else; whoever wants to see it reads that.
+Everything that happens is written to the event log, and nowhere else.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Trainer:
         synchroniser.load_state_dict(saved["state"])
         return step
 
-    # ---- looking at it
+    # ---- evaluation and summary
 
     def _evaluate(self, model: nn.Module, most: int | None) -> dict[str, float]:
         """Validation loss and bits per byte; each rank reads a part of the text, then they add up."""
@@ -203,7 +203,7 @@ class Trainer:
         return summary
 
     def _sample(self) -> dict[str, str]:
-        """What the global model makes of the beginning of the validation text."""
+        """A continuation of the beginning of the validation text, by the global model."""
         prompt = self.tokens.validation[:32].tolist()  # the first is the end-of-text token that starts a document
         ids = sample.generate(
             self.model,

@@ -1,8 +1,8 @@
-"""Where a process stands: which rank, which island, which device, and how it reaches the others.
+"""Which rank and which island a process is, on which device, and how it reaches the others.
 
-Three ways to start lead here. `isles train` alone starts its islands itself and tells each by environment
-variables; torchrun does so in its own way, and then every node is an island, or every `--ranks-per-island`
-ranks; a process with no such variables is one island alone.
+A process is started in one of three ways. `isles train` starts its islands itself and sets environment variables.
+torchrun sets its own; then every node is an island, or every `--ranks-per-island` ranks. A process without such
+variables is one island alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Place:
 
 
 def ranks_of_an_island(wanted: int) -> int:
-    """How many ranks make one island: as many as wanted (0: not said), or all of a node if torchrun has several."""
+    """How many ranks make one island: as many as wanted (0: not given), or all of a node if torchrun has several."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     under_torchrun = "RANK" in os.environ and RENDEZVOUS not in os.environ
@@ -62,7 +62,7 @@ def ranks_of_an_island(wanted: int) -> int:
 
 
 def count_islands(ranks_per_island: int) -> int:
-    """How many islands the ranks of this run make, from what torchrun has said."""
+    """How many islands the ranks of this run make, by torchrun's variables."""
     return max(1, int(os.environ.get("WORLD_SIZE", 1)) // ranks_of_an_island(ranks_per_island))
 
 

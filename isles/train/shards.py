@@ -2,8 +2,8 @@
 
 Every layer, and the model around them, is sharded over the ranks of the island, so a rank holds and exchanges only its
 part. A checkpoint of such an island is written by torch.distributed.checkpoint, all ranks together, into
-`checkpoints/STEP/island-I/`, and a note beside it says that it is complete; it can be resumed with another number of
-ranks per island. The ranks of one island need a disk that all of them see; islands do not share anything.
+`checkpoints/STEP/island-I/`; a JSON file next to it, the manifest, marks it as complete. It can be resumed with another
+number of ranks per island. The ranks of one island need a disk that all of them see; islands share nothing.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def whole_model(model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module |
 
 
 def share_out(batches: ValidationBatches, rank: int, size: int) -> Iterator[Batch]:
-    """This rank's part of the batches. Everybody gets as many, since a pass through a sharded model takes all ranks;
-    who would have one less gets one in which nothing counts.
+    """This rank's part of the batches. All ranks get the same number, since a pass through a sharded model takes all of
+    them. A rank that is one short gets a batch without targets.
     """
-    filler: Batch | None = None
+    padding: Batch | None = None
     count = 0
     for number, batch in enumerate(batches):
-        filler = filler or Batch(batch.inputs, batch.targets.clone().fill_(IGNORED), batch.segments)
+        padding = padding or Batch(batch.inputs, batch.targets.clone().fill_(IGNORED), batch.segments)
         if number % size == rank:
             count += 1
             yield batch
-    if filler is not None and count < -(-len(batches) // size):
-        yield filler
+    if padding is not None and count < -(-len(batches) // size):
+        yield padding
 
 
 class ShardedCheckpoints:
@@ -82,10 +82,10 @@ class ShardedCheckpoints:
         try:
             save(state["state"], checkpoint_id=path, process_group=self.group, no_dist=self.group is None)
             if self.group is None or dist.get_rank(self.group) == 0:
-                note = path.with_suffix(".sharded.json")
-                part = note.with_suffix(".part")
+                manifest = path.with_suffix(".sharded.json")
+                part = manifest.with_suffix(".part")
                 part.write_text(json.dumps(about))
-                part.rename(note)
+                part.rename(manifest)
                 self._remove_old()
         except CheckpointException as error:
             raise OSError(f"a checkpoint could not be written to {path} ({error}); earlier ones are intact") from error
@@ -102,8 +102,8 @@ class ShardedCheckpoints:
 
     def steps(self) -> list[int]:
         """The steps of which the island holds a complete checkpoint, oldest first."""
-        notes = self.folder.glob(f"*/island-{self.island}.sharded.json")
-        return sorted(int(note.parent.name) for note in notes if note.parent.name.isdigit())
+        manifests = self.folder.glob(f"*/island-{self.island}.sharded.json")
+        return sorted(int(each.parent.name) for each in manifests if each.parent.name.isdigit())
 
     def about(self, step: int) -> dict[str, Any]:
         """What was saved with the state: configuration and totals."""

@@ -1,4 +1,4 @@
-"""One face for two ways to train together: isles' methods, and plain data-parallel training, the baseline.
+"""One interface for two ways to train together: isles' methods, and plain data-parallel training, the baseline.
 
 The loop needs little of either: a model to run, what a step has cost, the global model for evaluation, the
 state for a checkpoint.
@@ -149,7 +149,7 @@ class DataParallel:
         self._pass_seconds_alone = float("inf")
 
     def measure_alone(self, one_pass: Callable[[], object]) -> None:
-        """Times passes without synchronisation, against which later ones are held; gradients are thrown away."""
+        """Times passes without synchronisation, with which later ones are compared; gradients are discarded."""
         seconds = []
         for _ in range(4):
             with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext():

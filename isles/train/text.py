@@ -91,7 +91,7 @@ def fingerprint(source: str) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """What one reading of a source has told: how much there is, and which documents are held out."""
+    """What one pass over a source found: how much there is, and which documents are held out."""
 
     documents: int
     text_bytes: int

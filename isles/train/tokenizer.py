@@ -1,6 +1,6 @@
 """Tokenizers of the `tokenizers` library: from a file, for plain bytes, or trained on a text.
 
-Whatever it is, it has an end-of-text token, and text alone never produces it.
+Every tokenizer has an end-of-text token, which text alone never produces.
 """
 
 from __future__ import annotations

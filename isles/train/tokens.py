@@ -1,4 +1,4 @@
-"""Text becomes token files: tokenised once, kept under a hash of what went in, mapped into memory ever after.
+"""Text becomes token files: tokenised once, kept under a hash of the input, memory-mapped from then on.
 
 Every document is written between two end-of-text tokens:
 
@@ -13,9 +13,9 @@ with sizes and checksums, written last. Nothing in it is ever executed. Its name
 and FORMAT. So that a second start is instant, the names, sizes and times of the source's files stand for their content
 when they have been seen before (folder `known`).
 
-The folder is made under another name and renamed, so it is there complete or not at all; what is damaged is made
-again. Islands that start together wait for the first one (a file lock, which the system frees when a process dies).
-The lock only saves work: without it all would do the work, and the first rename would stand.
+The folder is made under another name and renamed, so it is there complete or not at all; a damaged one is made again.
+Islands that start together wait for the first one (a file lock, which the system frees when a process dies). The lock
+only saves work: without it all islands would do it, and the first rename would win.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def prepare(
     """The tokens of a source (see `isles.train.text`), from the cache or made now.
 
     `tokenizer` is a file, "bytes", or None: then `vocabulary` tokens are trained on the training text. Validation text
-    is the source `validation`, or about `fraction` of `source`. `say` is told what takes time.
+    is the source `validation`, or about `fraction` of `source`. `say` is called with progress messages.
 
     Islands with a source each share a tokenizer: prepare all sources together (A,B,C) first, then each one with
     `tokenizer=str(together.tokenizer_file)`.
@@ -126,7 +126,7 @@ def prepare(
     apart = text.split(text.documents(validation), 0.0) if validation else None
     key = _hash(recipe, [main.digest, apart and apart.digest])
     folder = cache / "tokens" / key
-    with _turn(cache / "locks" / key):
+    with _locked(cache / "locks" / key):
         try:
             tokens = _load(folder)
         except (OSError, ValueError):
@@ -152,7 +152,7 @@ def _make(
         if validation:
             yield from ((True, document) for document in text.documents(validation))
 
-    _sweep(folder.parent)
+    _remove_stale(folder.parent)
     scratch = _partial(folder)
     scratch.mkdir()
     try:
@@ -232,7 +232,7 @@ def _local(source: str, cache: Path, say: Say) -> str:
         if not part.startswith("hf:"):
             local.append(part)
             continue
-        with _turn(cache / "locks" / copy.name):
+        with _locked(cache / "locks" / copy.name):
             if not copy.exists():
                 say(f"downloading {part}")
                 _write(copy, (json.dumps({"text": document.text}) + "\n" for document in text.documents(part)))
@@ -270,7 +270,7 @@ def _load(folder: Path) -> TokenSet:
 
 
 def _publish(scratch: Path, folder: Path) -> TokenSet:
-    """Gives the finished folder its name, unless another process was faster; a damaged one makes way."""
+    """Gives the finished folder its name, unless another process was faster; a damaged one is replaced."""
     _sync(scratch)
     for _ in range(10):
         try:
@@ -299,7 +299,7 @@ def _folders(cache: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _turn(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Holds a lock; where the file system has none, goes on without."""
     with open(path, "a") as file:
         with contextlib.suppress(OSError):
@@ -322,7 +322,7 @@ def _write(path: Path, content: str | Iterable[str]) -> None:
 
 
 def _partial(path: Path) -> Path:
-    """A name beside another that nobody else uses. (The `tempfile` module would hide the result from other users.)"""
+    """A unique temporary name next to a path. (The `tempfile` module would hide the result from other users.)"""
     return path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -335,7 +335,7 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _sweep(folder: Path) -> None:
+def _remove_stale(folder: Path) -> None:
     """Removes what killed processes left behind more than a day ago."""
     for left in folder.glob("*.partial-*"):
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""One island's process: `python -m isles.train.worker RUN`. It finds what to do in the run's folder, and says
-how it ended.
+"""One island's process: `python -m isles.train.worker RUN`. Its configuration is in the run's folder; exit code and
+last line say how it ended.
 """
 
 from __future__ import annotations
