@@ -58,8 +58,8 @@ def whole_fragments(schedule: Schedule, parts: Sequence[Part], step_seconds: flo
 
 
 def least_period(schedule: Schedule, parts: Sequence[Part], step_seconds: float) -> Array:
-    """What no schedule can beat: the largest of what an island, its link, and whoever decodes beside it have to do. At
-    a utilisation of one this is the average rate: bits of a period over the time of a period.
+    """What no schedule can beat: the largest of what an island, its link, and its background threads have to do. At a
+    utilisation of one this is the average rate: bits of a period over the time of a period.
     """
     loop = schedule.sync_every * step_seconds + sum(_loop_seconds(part) for part in parts)
     link, decode = (

@@ -4,17 +4,18 @@ Six costs, each in parameters per second of one process (rank), in the order in 
 
     gradient   anchor - weights, checked                      the training loop; one pass with encode, which counts it,
                                                               where a codec has kernels (`isles.wire.fused`)
-    encode     one payload                                    the training loop; without kernels beside it, but in it
-                                                              with delayed and eager updates
-    seal       checksum of one payload                        beside the loop, in the middle of an exchange
-    decode     checksum, decode and add one payload           beside the loop; eager updates do two more in it
-    outer      the outer step                                 beside the loop; in it with delayed and eager updates
+    encode     one payload                                    the training loop; without kernels in the background, but
+                                                              with delayed and eager updates in the loop
+    seal       checksum of one payload                        in the background, in the middle of an exchange
+    decode     checksum, decode and add one payload           in the background; eager updates do two more in the loop
+    outer      the outer step                                 in the background; with delayed and eager updates in the
+                                                              loop
     mix        writing the weights                            the training loop
 
 With all-gather every island decodes the payloads of all; with reduce-scatter its piece of each, all but the last part
-of it while the link is busy anyway, and the means of all. What is done beside the loop takes a core: where all of them
-train (`spare_cores=False`), it takes as much from the loop instead. How fast all this is differs a hundredfold between
-one core and a GPU, so no speed is assumed: coding is taken to keep up unless speeds are given, or `isles plan
+of it while the link is busy anyway, and the means of all. Work in the background takes a core: where all of them train
+(`spare_cores=False`), it takes as much from the loop instead. How fast all this is differs a hundredfold between one
+core and a GPU, so no speed is assumed: coding is taken to keep up unless speeds are given, or `isles plan
 --measure-coding` measures the machine it runs on.
 """
 
@@ -45,7 +46,7 @@ class Coding:
     outer_per_second: float = math.inf
     mix_per_second: float = math.inf
     spare_cores: bool = True
-    """Whether there are cores for what is done beside the loop."""
+    """Whether there are cores for the background threads."""
 
     def __post_init__(self) -> None:
         for name, value in self.speeds().items():
@@ -70,8 +71,8 @@ class Coding:
 def measure(codec: str, numel: int = 1 << 20, repeats: int = 5, at_once: int = 1) -> Coding:
     """Times one codec on this machine, in the way the engine uses it.
 
-    With `at_once`, so many processes are taken to do the same thing at the same time, a thread each, and the time of
-    the last one counts: cores share caches and memory, so two of them are not twice as fast as one.
+    With `at_once`, so many processes do the same thing at the same time, a thread each, and the time of the last one
+    counts: cores share caches and memory, so two of them are not twice as fast as one.
     """
     import torch
 

@@ -39,10 +39,10 @@ MODEL = """## How the model works
 
 An island computes along a line: forward, backward, forward, backward. At some points of it a part of the model is
 queued for reduction, at others the island waits until the result of an earlier reduction is there. Which fragment
-is due after which step is said by the engine's own `Schedule`. A reduction begins when every island has queued it and
-there is room: four may be on their way at a time (two all-reduces of data-parallel training, one with `--paper`). They
-have the link one after the other, first in, first out; while one is held up by latency or by work beside the training
-loop, the next one has it.
+is due after which step is decided by the engine's own `Schedule`. A reduction begins when every island has queued it
+and there is room: four may be in flight at a time (two all-reduces of data-parallel training, one with `--paper`). They
+have the link one after the other, first in, first out; while one is held up by latency or by work in the background,
+the next one has it.
 
     queue   t_m += encode;  ready_m = max(t_m, ready_m) + before
             agreed = max(agreed, max over islands of max(ready_m, done_m of the one four before)) + agree
@@ -50,19 +50,19 @@ loop, the next one has it.
             there_m = max(done_m, there_m) + after
     wait    t_m = max(t_m, there_m of that round) + apply
 
-`encode` and `apply` are done by the loop, `before`, `decode` and `after` beside it; `agree` is the header's hop with
-checksums, `delay` the latency of the other hops.
+`encode` and `apply` are done by the loop, `before`, `decode` and `after` in the background; `agree` is the header's hop
+with checksums, `delay` the latency of the other hops.
 
 There are only maxima and sums in this, so the islands settle into a rhythm, and over any one period its length is
 bounded by the smallest and the largest growth of any time in the state. The simulation runs until these bounds
 meet: the answer is exact, not an average over a long run. Where a formula exists (`isles/plan/closed_form.py`) the
-tests hold the simulator against it.
+tests compare the simulator with it.
 
 Two modes, and the output says which one it is:
 """
 
 MODES = (
-    ("reduced in one go", "a fragment; data-parallel: DDP's buckets (1 MiB, then 25 MiB)", "a layer"),
+    ("one reduction", "a fragment; data-parallel: DDP's buckets (1 MiB, then 25 MiB)", "a layer"),
     ("queued", "at the end of the step", "when the layer's own gradient is there"),
     (
         "waited for",
@@ -92,10 +92,10 @@ ASSUMPTIONS = """## Assumptions
   A round takes two latencies (header, body), three with reduce-scatter (header, pieces, means); others have the link
   meanwhile.
 - Steps take the same time each time. Islands may differ from each other; jitter is not modelled.
-- The training loop encodes (a codec without kernels: beside the loop with fresh updates) and writes the weights.
-  Decoding is done beside it, and so is the outer step with fresh updates; with delayed and eager ones it is in the
-  loop, and eager ones decode two more payloads there. How fast that is depends on the hardware, so it is left out
-  unless `--encode-rate`, `--decode-rate` (parameters a second of one rank) or `--measure-coding` say it. Coding and
+- The training loop encodes (a codec without kernels: in the background with fresh updates) and writes the weights.
+  Decoding is done in the background, and so is the outer step with fresh updates; with delayed and eager ones it is in
+  the loop, and eager ones decode two more payloads there. How fast that is depends on the hardware, so it is left out
+  unless `--encode-rate`, `--decode-rate` (parameters a second of one rank) or `--measure-coding` give it. Coding and
   training are then taken to have cores of their own.
 - The time of a step is yours to give, or measured (`--events`). Presets without a published one scale 1B's; their
   ranks per island follow from 6 operations a parameter and token at 400 TFLOP/s a rank.

@@ -1,8 +1,8 @@
 """What one round costs on a real link: bytes, hops, seconds.
 
-An exchange of `TorchWorld` is headers first, so that nobody sends a body that the others do not expect, then
-bodies. Threads beside the loop encode what is to be sent, average, and read what has come. While a round is held up by
-any of this, or by latency, the next ones have the link.
+An exchange of `TorchWorld` is headers first, so that nobody sends a body that the others do not expect, then bodies.
+Background threads encode what is to be sent, average, and read what has come. While a round is held up by any of this,
+or by latency, the next ones have the link.
 
     all-gather       header and body go to everybody: M - 1 payloads out of every island, and into it
     reduce-scatter   every island gets its piece of each payload, averages it, sends the mean: 2 (M - 1) / M payloads
@@ -46,13 +46,13 @@ class Round:
     encode_seconds: float = 0.0
     """In the loop, when it is sent."""
     before_seconds: float = 0.0
-    """Beside the loop, before it is on the link."""
+    """In the background, before it is on the link."""
     agree_seconds: float = 0.0
-    """Beside the loop, for headers and checksums: the next round's come after it."""
+    """In the background, for headers and checksums: the next round's come after it."""
     talk_seconds: float = 0.0
-    """Beside the loop, in the middle of it: the round is held up, the link is not."""
+    """In the background, in the middle of it: the round is held up, the link is not."""
     after_seconds: float = 0.0
-    """Beside the loop, after it has been on the link."""
+    """In the background, after it has been on the link."""
     apply_seconds: float = 0.0
     """In the loop, when it is applied."""
 

@@ -12,7 +12,7 @@ training that takes S seconds to write, and R seconds to restart (which may fail
 such stretch is exp(r R) (exp(r (C + S)) - 1) / r, of which C is training. The best C is about sqrt(2 S / r)
 (Young). For "continue" an island is there for a share of mean / (mean + R) of the time.
 
-`simulate_losses` plays the same game with dice; the tests hold the formulas against it.
+`simulate_losses` simulates the same with random failures; the tests compare the formulas with it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def best_checkpoint_every_seconds(failures: Failures, islands: int) -> float:
 
 
 def simulate_losses(failures: Failures, islands: int, stretches: int, seed: int) -> float:
-    """The same share, played: failures at random times, until so many checkpoints are written by all islands."""
+    """The same share, simulated: failures at random times, until so many checkpoints are written by all islands."""
     chance = np.random.default_rng(seed)
     mean = failures.mean_seconds_between_failures
     useful = stretches * failures.checkpoint_every_seconds

@@ -3,10 +3,11 @@
 Compute utilisation (Streaming DiLoCo, 2501.18512; Eager Updates, 2502.12996) comes from a simulation of the graph of
 `anatomy`, in which only the bandwidth between islands is modelled. What differs from isles as it is (`honest`):
 
-    reduced in one go    a layer; it is queued when its own gradient is there, within the step waited for
-    by the forward pass of the same layer, in the step after (or `overlap` steps after that) not counted
-    embeddings, headers, latency, encoding and decoding, the number of islands an entry             the first of 50
-    bandwidths, evenly spaced on a log scale from 0.1 to 1000 Gbit/s, that reaches it
+    one reduction   a layer
+    queued          when its own gradient is there, within the step
+    waited for      by the forward pass of the same layer, in the step after (or `overlap` steps after that)
+    not counted     embeddings, headers, latency, encoding and decoding, the number of islands
+    an entry        the first of 50 bandwidths, evenly spaced on a log scale from 0.1 to 1000 Gbit/s, that reaches it
 
 The papers do not state their constants. One was found by fitting: a full synchronisation in 16 bits is 13.45 Gbit
 for 1e9 parameters. Anything from 13.42 to 13.50 meets 46 of the 50 published cells, and all 50 within one step of

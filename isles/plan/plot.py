@@ -1,8 +1,8 @@
 """Utilisation against bandwidth, as the papers draw it: a log axis, one line for each method.
 
 Lines are coloured along the order of the table, from the method that needs the link most to the one that needs it
-least. The names stand beside the axes, each with the bandwidth from which the method is 95 % busy computing, so that
-nothing covers a line. The link that was asked about is a vertical line with a dot on every curve.
+least. The names are to the right of the axes, each with the bandwidth from which the method is 95 % busy computing,
+where they cover no line. The link that was asked about is a vertical line with a dot on every curve.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ table. A method that looks better than data-parallel by a rounding error counts 
 recommended: `distant`, the longest overlap with more mixing, asks no more of the link and loses less.
 
 If none reaches it, distant updates at a longer period will, as long as it is the link that is in the way: nothing
-hides more, and the traffic falls as H grows. That is beyond what the papers published, and said so.
+hides more, and the traffic falls as H grows. That is beyond what the papers published, and the answer says so.
 """
 
 from __future__ import annotations

@@ -2,20 +2,20 @@
 
 An island computes along a line. Positions on it are counted in steps: 3.0 is the end of the third step. At some
 positions it *queues* a part of the model for reduction, at others it *waits* until the result of an earlier one is
-there. Which fragment is due after which step is said by `isles.core.schedule.Schedule`, the same object that drives
-the engine. A `Part` is what is reduced in one go: a fragment (isles), a layer (the papers), a bucket
-(data-parallel). For the time t at which things happen on island m:
+there. Which fragment is due after which step is decided by `isles.core.schedule.Schedule`, the same object that drives
+the engine. A `Part` is what one reduction carries: a fragment (isles), a layer (the papers), a bucket (data-parallel).
+For the time t at which things happen on island m:
 
-    queue   t_m += encode                            done by the training loop itself
-            ready_m = max(t_m, ready_m) + before     beside the loop, one part after the other
+    queue   t_m += encode                            in the training loop
+            ready_m = max(t_m, ready_m) + before     in the background, one part after the other
             agreed = max(agreed, max over islands of max(ready_m, done_m of the one so many before)) + agree
                                                      everybody must be there, and there must be room
             free = max(agreed, free) + link          first in, first out
             done_m = max(free + delay, done_m) + decode_m        what holds up the exchange, but not the link
-            there_m = max(done_m, there_m) + after   beside the loop and the exchange
+            there_m = max(done_m, there_m) + after   in the background, after the exchange
     wait    t_m = max(t_m, there_m of that round) + apply
 
-`room` is how many parts may be on their way at a time, until they are done. While one of them is held up, the link
+`room` is how many parts may be in flight at a time, until they are done. While one of them is held up, the link
 carries the next one; with room for one it stands still instead.
 
 Only maxima and sums: a max-plus linear system, with one more round in each period of H steps. Such a system settles
@@ -52,7 +52,7 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What is reduced in one go. Seconds may be arrays that broadcast against [..., islands]."""
+    """What one reduction carries. Seconds may be arrays that broadcast against [..., islands]."""
 
     fragment: int
     link_seconds: Seconds
@@ -172,7 +172,7 @@ def run(schedule: Schedule, parts: Sequence[Part], step_seconds: Sequence[float]
 
 
 class _Islands:
-    """The state: the time on every island, when those who work beside it are free, and when each round in flight is
+    """The state: the time on every island, when its background threads are free, and when each round in flight is
     there.
     """
 
@@ -217,7 +217,7 @@ class _Islands:
         return np.stack(np.broadcast_arrays(*times))
 
     def least_period(self, compute: Array) -> Array:
-        """[...]: no period is shorter than what an island computes, nor than what is done beside it."""
+        """[...]: no period is shorter than what an island computes, nor than its work in the background."""
         encode, before, agree, link, delay, decode, after, apply = (
             sum(costs) for costs in zip(*self._costs, strict=True)
         )

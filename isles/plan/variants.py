@@ -1,8 +1,8 @@
 """The methods that are put side by side, from the one that needs the link most to the one that needs it least.
 
-A variant is a Python line that sets it, and what the link can tell of it: is the model cut into fragments, in how
-many bits does a value cross the link, how late is the result used. (The papers' mode needs no more than that, and
-does not load torch; `method()` makes the real `isles.Method`, which does.)
+A variant is a Python line that sets it, and what matters for the link: is the model cut into fragments, in how many
+bits does a value cross the link, how late is the result used. (The papers' mode needs no more than that, and does not
+load torch; `method()` makes the real `isles.Method`, which does.)
 """
 
 from __future__ import annotations
