@@ -35,7 +35,7 @@ def fastest(
 
 
 class Marks:
-    """A hook that notes when the optimizer last came by. Hooks run in the order in which they were registered."""
+    """A hook that records when the optimizer last stepped. Hooks run in the order in which they were registered."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.seconds = self.cpu_seconds = 0.0

@@ -1,6 +1,6 @@
 """Codecs against memcpy: how fast a vector becomes bytes, and bytes a vector, on one thread.
 
-The yardstick is `copy_` of the same values in fp32 into memory that exists: 1.0 is its speed. Every operation takes
+The baseline is `copy_` of the same values in fp32 into memory that exists: 1.0 is its speed. Every operation takes
 turns with it. Measured are
 
     encode          into a new payload

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--peer has no meaning without the part {PEERS}: isles bench {PEERS} --peer {args.peer}")
     peer = peers.check(args.peer) if PEERS in parts else None
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as many cores as `copy_` of the yardstick has
+    torch.set_num_threads(1)  # as many cores as the baseline, `copy_`, has
     try:
         result = measure(parts, QUICK if args.quick else FULL)
     finally:

@@ -36,17 +36,17 @@ PyTorch does the same, bit for bit ("e3m0, PyTorch"). int2, topk, random-drop an
 
 A stack of {layers} layers with fused AdamW on one thread, H = {sync_every}, streaming in e3m0, {engine_fragments}
 fragments; bare steps and steps with isles take turns in one process. *Overhead* is the time inside isles against the
-rest of the step, over whole periods; *CPU time* is the same in time of the processor. *All threads* and *wall* compare
-steps with isles and bare ones from outside, in time of the processor and in time that passes: nothing is left out, and
-the noise of the machine is in them. *Longest stall* is the most that isles takes out of one step, and *longest step*
+rest of the step, over whole periods; *CPU time* is the same in CPU time. *All threads* and *wall* compare steps with
+isles and bare ones from outside, in CPU time and in wall time: nothing is left out, and the noise of the machine is in
+them. *Longest stall* is the most that isles takes out of one step, and *longest step*
 the median bare step with that stall in it, against the median bare step. One island is alone here: the link is of
-unlimited speed, and decoding, which otherwise is done beside the training step, is counted.
+unlimited speed, and decoding, which otherwise is done in the background, is counted.
 
 {engine}
 
 The longest step that was seen, whatever the cause, against the median: {seen}.
 
-Two islands, each a process with one thread for training and others that talk and decode, over loopback,
+Two islands, each a process with one thread for training and others that communicate and decode, over loopback,
 {islands_parameters} parameters. *Waiting* is the share of the time in which an island waits for a mean, because it has
 not come or because the other island is behind; it is in *overhead*, and in the longest stall.
 

@@ -8,13 +8,13 @@ Four readings, from the most exact to the most complete:
 
     overhead            time between two hooks of the optimizer, one before and one after isles' own, against the rest
                         of the step
-    overhead_cpu        the same in time of the processor, which does not count what other programs took
-    overhead_threads    steps with isles against bare steps, in time of the processor, all threads together
-    overhead_wall       the same in time that passes: everything, and the noise of the machine
+    overhead_cpu        the same in CPU time, which does not count what other programs took
+    overhead_threads    steps with isles against bare steps, in CPU time, all threads together
+    overhead_wall       the same in wall time: everything, and the noise of the machine
 
 The longest stall is that of the step of the period at which isles takes the longest every time: at each of the H steps
-the shortest of all periods counts, and of these the longest. What happens once, and not in the next period at the same
-step, was somebody else.
+the shortest of all periods counts, and of these the longest. What happens only once at a step was caused by another
+program.
 
 One island alone exchanges with nobody, so the link is of unlimited speed; it still decodes its own payload, in the
 training loop, where with two islands another thread does it (see `isles.bench.islands`).
@@ -51,7 +51,7 @@ class Load:
     bare_steps: int
     """Bare steps between two blocks of about H/10 steps with isles."""
     outer_device: str | None = None
-    """Where the outer state is kept; on a CPU, "cpu" copies to and fro as from a GPU, at the speed of memory."""
+    """Where the outer state is kept; on a CPU, "cpu" copies as from and to a GPU, at the speed of memory."""
 
 
 @dataclass
@@ -64,10 +64,10 @@ class Timings:
     inside: list[float] = field(default_factory=list)
     """In isles."""
     steps_cpu: list[float] = field(default_factory=list)
-    """Time of the processor, in the training thread."""
+    """CPU time of the training thread."""
     inside_cpu: list[float] = field(default_factory=list)
     bare_threads: list[float] = field(default_factory=list)
-    """Time of the processor, in all threads."""
+    """CPU time of all threads."""
     steps_threads: list[float] = field(default_factory=list)
 
 

@@ -1,16 +1,15 @@
 """The most that lives on the device, counted tensor by tensor, against data-parallel training.
 
-Every tensor that an operation makes is noted with the size of its memory, and crossed out when that is given back:
-weights, gradients, optimizer, activations, isles' state and everything that is needed for a moment. Data-parallel
-training holds on each rank what the bare loop holds (DDP with `gradient_as_bucket_view=True`; without it, the gradients
-once more).
+Every tensor that an operation allocates is recorded with its size, and removed when its memory is freed: weights,
+gradients, optimizer, activations, isles' state and temporaries. Data-parallel training holds on each rank what the bare
+loop holds (DDP with `gradient_as_bucket_view=True`; without it, the gradients once more).
 
-There is no GPU needed: the training thread's memory is taken for the device's, and what would be in host memory is not
-counted. That is the outer state on the shelf (`outer_device="cpu"`), payloads once they are handed over to the world,
-and everything the world does to average them. The mean comes to the device as a copy.
+No GPU is needed: the training thread's memory is taken for the device's, and what would be in host memory is not
+counted. That is the offloaded outer state (`outer_device="cpu"`), payloads once they are handed over to the world, and
+everything the world does to average them. The mean comes to the device as a copy.
 
-    at rest     between two steps: what lives as long as the run, and fragments on their way. The papers count this:
-                weights and two moments of Adam are 3, anchor and outer momentum make it 5, hence 5/3
+    at rest     between two steps: what lives as long as the run, and fragments in flight. The papers count this:
+                weights and two moments of Adam are 3, anchor and outer momentum make it 5: 5/3
     peak        at any moment. Gradients are there too while isles works, in the optimizer's step: without temporaries
                 it would be 6/4 instead of 5/3
 
@@ -102,14 +101,14 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self._held: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """By the address of the storage: a reference that tells when it is gone, and what it counts."""
+        """By the address of the storage: a weak reference, and its bytes as counted."""
         self._on_host = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._note(leaf)
+                self._record(leaf)
         return result
 
     def to_host(self, tensor: Tensor | None) -> None:
@@ -128,16 +127,16 @@ class Ledger(TorchDispatchMode):
         finally:
             self._on_host = False
 
-    def _note(self, tensor: Tensor) -> None:
+    def _record(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._held:
             num_bytes = 0 if self._on_host else storage.nbytes()
-            self._held[key] = weakref.ref(storage, lambda _: self._cross_out(key)), num_bytes
+            self._held[key] = weakref.ref(storage, lambda _: self._remove(key)), num_bytes
             self.live_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _cross_out(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         self.live_bytes -= self._held.pop(key)[1]
 
 

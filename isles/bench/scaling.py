@@ -2,9 +2,9 @@
 
 A round is everything isles does in the training loop in one period, for all fragments: outer gradient, encode, decode,
 outer step, mix. There is no training here, the optimizer's step is empty, so a hundred million parameters take
-seconds. Before every step at which isles has something to do, a large vector is read, so that nothing is found in the
-cache that a training step would have driven out. Models take turns, round by round, and for each step of the period the
-shortest of all rounds counts, in time of the processor, which leaves out what other programs took.
+seconds. Before every step at which isles has something to do, a large vector is read: it evicts from the cache what a
+training step would have evicted. Models take turns, round by round, and for each step of the period the shortest of all
+rounds counts, in CPU time, which leaves out what other programs took.
 """
 
 from __future__ import annotations

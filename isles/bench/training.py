@@ -1,4 +1,4 @@
-"""What is trained: a stack of residual layers of equal size with AdamW, in the plainest of loops.
+"""What is trained: a stack of residual layers of equal size with AdamW, in a plain loop.
 
 The optimizer is the fused one, which is the fastest and takes no memory for intermediate values: the bare loop is as
 good as PyTorch makes it.
@@ -47,7 +47,7 @@ class Training:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def step(self) -> None:
-        """One inner step. Whatever is hooked to the optimizer runs in it."""
+        """One inner step, the optimizer's hooks included."""
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""`isles reproduce`: runs a study, prints the paper's claim beside ours, writes results/NAME.json and a figure.
+"""`isles reproduce`: runs a study, prints the paper's claim next to ours, writes results/NAME.json and a figure.
 
     isles reproduce --list
     isles reproduce methods
@@ -137,7 +137,7 @@ def _command(study: Study, args: argparse.Namespace, text: Any) -> str:
 def _placeholder(part: str, name: str) -> str:
     """What stands for a source: itself if it has no path (see `isles.train.text`), else its name in capitals.
 
-    >>> _placeholder("stdlib", "stdlib"), _placeholder("shelf/books.train.txt.xz", "books")
+    >>> _placeholder("stdlib", "stdlib"), _placeholder("corpora/books.train.txt.xz", "books")
     ('stdlib', 'BOOKS')
     """
     return part if part.partition(":")[0] in ("stdlib", "hf", "synthetic") else name.upper()

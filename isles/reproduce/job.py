@@ -56,7 +56,7 @@ class Job:
     """Every island trains on a part of the text of its own (a source each, or a contiguous part of the only source), or
     the loss on each part is measured only."""
     weights: tuple[float, ...] | None = None
-    """Each island's say in the mean."""
+    """Each island's weight in the mean."""
     frozen: bool = False
     """Only the fragment that is sent next is trained (an ablation)."""
     similarity: bool = False
@@ -120,7 +120,7 @@ class Text:
     def names(self) -> list[str]:
         """What a result says about its text: the beginning of each file's name, never its path.
 
-        >>> Text("shelf/books.train.txt.xz,stdlib").names()
+        >>> Text("corpora/books.train.txt.xz,stdlib").names()
         ['books', 'stdlib']
         """
         return [re.split(r"[.]", Path(part).name)[0] or "text" for part in sources.parts(self.data)]

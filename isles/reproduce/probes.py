@@ -1,8 +1,8 @@
 """What a study may look at inside a run, or change in it, from outside the engine.
 
-Watched      a world that notes how alike the islands' outer gradients are
-Meeting      brings the islands' weights together, to evaluate their average
-freeze       leaves gradients only to the fragment that is sent next
+Watched          a world that records how similar the islands' outer gradients are
+ReplicaAverage   the mean of the islands' weights, to evaluate it
+freeze           leaves gradients only to the fragment that is sent next
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Similarity:
 
 
 class Watched:
-    """A world that shows every payload to a `Similarity` on its way out."""
+    """A world that passes every payload to a `Similarity` before it is sent."""
 
     def __init__(self, world: World, similarity: Similarity) -> None:
         self.world, self.similarity, self.gather = world, similarity, world.gather
@@ -59,23 +59,23 @@ class Watched:
         return self.world.start(payload)
 
 
-class Meeting:
-    """A table that all islands of one process share."""
+class ReplicaAverage:
+    """The mean of the islands' weights, where all islands are threads of one process and share this object."""
 
     def __init__(self) -> None:
         self._weights: dict[int, list[Tensor]] = {}
 
-    def average(self, world: World, model: nn.Module) -> list[Tensor]:
-        """The mean of the islands' parameters; all islands call it, at the same step."""
+    def of(self, world: World, model: nn.Module) -> list[Tensor]:
+        """By parameter; all islands call it, at the same step."""
         self._weights[world.rank] = [parameter.detach().clone() for parameter in model.parameters()]
-        world.gather(b"")  # everybody has put theirs down
+        world.gather(b"")  # a barrier: all weights are there
         columns = zip(*(self._weights[rank] for rank in range(world.size)), strict=True)
         return [torch.stack(column).mean(0) for column in columns]
 
 
 @contextmanager
 def holding(model: nn.Module, values: list[Tensor]) -> Iterator[nn.Module]:
-    """The model with other parameters in it, for a while."""
+    """The model with other parameters in it, until the block ends."""
     own = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         torch._foreach_copy_(list(model.parameters()), values)
@@ -87,7 +87,7 @@ def holding(model: nn.Module, values: list[Tensor]) -> Iterator[nn.Module]:
 
 
 def freeze(diloco: isles.DiLoCo, step: int) -> None:
-    """Takes the gradients away from all fragments but the one that is sent next; steps count from 1."""
+    """Removes the gradients of all fragments but the one that is sent next; steps count from 1."""
     turn = min(
         range(len(diloco.fragments)),
         key=lambda p: (diloco.schedule.offsets[p] - step) % diloco.method.sync_every,

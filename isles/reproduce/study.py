@@ -6,7 +6,7 @@
 
 Runs of one seed share initial weights and the order of the data, so methods are compared seed by seed: a `Change` is
 the mean of these differences with its standard error, which is smaller than the spread of the losses themselves. A
-claim has its criterion beside it, so that "agrees" is not a matter of taste.
+claim comes with its criterion, so that "agrees" is not a matter of taste.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Finding:
     ours: str
     criterion: str
     agrees: bool | None
-    """None: cannot be told from these runs."""
+    """None: these runs cannot decide it."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Study:
     plot: Callable[[Records, Any], None]
     """Draws on a matplotlib figure."""
     note: str = ""
-    """What a reader of its section has to know besides."""
+    """What else a reader of its section has to know."""
 
 
 def loss_text(records: Records, *names: str) -> str:

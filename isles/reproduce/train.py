@@ -67,7 +67,7 @@ class Run:
     compiled: bool
     curve: list[list[float | None]] = field(default_factory=list)
     similarity: probes.Similarity = field(default_factory=probes.Similarity)
-    meeting: probes.Meeting = field(default_factory=probes.Meeting)
+    replica_average: probes.ReplicaAverage = field(default_factory=probes.ReplicaAverage)
 
     def __post_init__(self) -> None:
         self.tokens = self.text.tokens(self.job.vocabulary)
@@ -95,7 +95,7 @@ class Run:
                 if world.rank == 0 and self._evaluation_is_due(step + 1):
                     with diloco.global_model() if diloco else nullcontext():
                         self.curve.append([step + 1, self._loss(model, self.tokens, job.curve_tokens)])
-            seen = self._look(world, model, diloco)
+            probed = self._probe(world, model, diloco)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         if world.rank > 0:
             return {}
@@ -110,7 +110,7 @@ class Run:
             **({"bits_per_parameter": round(diloco.stats.payload_bits_per_parameter, 3)} if diloco else {}),
             **({"nonfinite_rounds": diloco.stats.nonfinite_rounds} if diloco and diloco.stats.nonfinite_rounds else {}),
             **({"shard_losses": shares} if shares else {}),
-            **seen,
+            **probed,
         }
 
     def _batches(self, world: World) -> Batches:
@@ -140,8 +140,8 @@ class Run:
             options["weight"] = job.weights[world.rank]
         if job.overlaps is not None:
             options["overlap"] = job.overlaps[world.rank]
-        seat: World = probes.Watched(world, self.similarity) if job.similarity else world
-        return isles.DiLoCo(model, optimizer, job.method, world=seat, **options)
+        link: World = probes.Watched(world, self.similarity) if job.similarity else world
+        return isles.DiLoCo(model, optimizer, job.method, world=link, **options)
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = max(1, self.job.steps // self.job.evaluations)
@@ -153,11 +153,11 @@ class Run:
         loss = validation(model, batches, tokens.validation_bytes, segments=False)["val_loss"]
         return round(loss, 5) if math.isfinite(loss) else None
 
-    def _look(self, world: World, model: nn.Module, diloco: isles.DiLoCo | None) -> dict[str, Any]:
-        """What the probes saw, while the islands still have weights of their own."""
+    def _probe(self, world: World, model: nn.Module, diloco: isles.DiLoCo | None) -> dict[str, Any]:
+        """What the probes find, while the islands still have weights of their own."""
         seen: dict[str, Any] = {}
         if diloco is not None and self.job.replicas:
-            average = self.meeting.average(world, model)
+            average = self.replica_average.of(world, model)
             if world.rank == 0:
                 most = self.job.final_tokens
                 seen["replica_loss"] = self._loss(model, self.tokens, most)

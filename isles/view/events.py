@@ -1,7 +1,7 @@
 """The event log: `events.jsonl`, the only interface between a run and whatever looks at it.
 
-One JSON object per line, in the order in which things happened. All islands of a run append to the same file; whoever
-looks at a run (progress display, report, TensorBoard) reads only this. Every event has `event`, its kind, and `time`,
+One JSON object per line, in the order in which things happened. All islands of a run append to the same file; progress
+display, report and TensorBoard read only this. Every event has `event`, its kind, and `time`,
 seconds since the epoch. A number that is not finite is written as null. `island` counts from 0, `step` from 1.
 
     config      island, islands, name, config {..}, method {fields of isles.Method} or null for data-parallel,

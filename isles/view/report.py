@@ -1,6 +1,6 @@
 """`isles report RUN [RUN ...]`: one HTML file that compares runs.
 
-The file needs nothing but a browser: styles, scripts and data are inside. What comes from a run travels as JSON in an
+The file needs nothing but a browser: styles, scripts and data are inside. A run's data is JSON in an
 inert script element, with `<`, `>` and `&` escaped, and is put on the page as text only; on top of that the page's
 content security policy lets the browser run our one script, known by its hash, and load nothing from anywhere.
 """
@@ -153,7 +153,7 @@ def _asset(name: str) -> str:
 
 
 def _inert_json(value: Any) -> str:
-    """JSON that cannot end the element it stands in, whatever the strings in it say."""
+    """JSON that cannot end the element it stands in, whatever strings it holds."""
     text = json.dumps(_short(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,7 +1,7 @@
-"""A run as its event log tells it: curves over all islands, rounds in flight, and a one-line summary.
+"""A run, read from its event log: curves over all islands, rounds in flight, and a one-line summary.
 
-Whatever shows runs (report, table) starts here, so that they agree on every number. Numbers of the `end` event win;
-for a run that crashed or is still going they are worked out from its steps.
+Report and table both start here, so they agree on every number. Numbers of the `end` event win; for a run that crashed
+or is still going they are computed from its steps.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def utilization(run: Run) -> list[list[Any]]:
     for first in range(0, len(steps), width):
         part = steps[first : first + width]
         if rows and len(part) < width:
-            break  # a stump of a period would show chance
+            break  # a part of a period would show noise
         seconds = sum(step.step_seconds for step in part)
         if seconds:
             rows.append([part[0].step, part[-1].step, 1 - sum(step.wait_seconds for step in part) / seconds])
