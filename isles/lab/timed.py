@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 import isles
 from isles import flags
@@ -169,14 +170,12 @@ class TimedRun:
     def _synchroniser(self) -> Synchroniser:
         if self.method is not None:
             return Islands(self.model, self.optimizer, self.method, self.place, self.place.world, self.log.events)
-        parallel = DataParallel(self.model, self.optimizer, self.place)
 
-        def one_pass() -> None:
+        def one_pass(model: nn.Module) -> None:
             self.model.pace.begin(1, time.perf_counter())
-            parallel.model(torch.ones(1)).backward()
+            model(torch.ones(1)).backward()
 
-        parallel.measure_alone(one_pass)
-        return parallel
+        return DataParallel(self.model, self.optimizer, self.place, one_pass)
 
     def _finish(self, cpu_seconds: float) -> dict[str, Any]:
         steps = self.config.steps

@@ -97,9 +97,7 @@ class Trainer:
 
     def _synchroniser(self) -> Synchroniser:
         if self.method is None:
-            parallel = DataParallel(self.model, self.optimizer, self.place)
-            parallel.measure_alone(lambda: self._pass(parallel.model, 0))
-            return parallel
+            return DataParallel(self.model, self.optimizer, self.place, lambda model: self._pass(model, 0))
         world = self.place.world
         if self.place.ranks_per_island > 1:
             world = isles.TorchWorld(

@@ -141,23 +141,29 @@ class DataParallel:
 
     closing_bytes = 0
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        place: Place,
+        one_pass: Callable[[nn.Module], object],
+    ) -> None:
         self._plain, self._optimizer, self._place = model, optimizer, place
         self.model = DistributedDataParallel(model, init_sync=False) if place.world_size > 1 else model
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         self._bytes_per_step = round(2 * (place.world_size - 1) / place.world_size * gradient_bytes)
-        self._pass_seconds_alone = float("inf")
+        self._pass_seconds_alone = self._measure_alone(one_pass)
 
-    def measure_alone(self, one_pass: Callable[[], object]) -> None:
-        """Times passes without synchronisation, with which later ones are compared; gradients are discarded."""
+    def _measure_alone(self, one_pass: Callable[[nn.Module], object]) -> float:
+        """Seconds of a forward and backward pass without synchronisation; gradients are discarded."""
         seconds = []
         for _ in range(4):
             with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext():
                 begin = time.perf_counter()
-                one_pass()
+                one_pass(self.model)
                 seconds.append(time.perf_counter() - begin)
             self._optimizer.zero_grad()
-        self._pass_seconds_alone = statistics.median(seconds[1:])
+        return statistics.median(seconds[1:])
 
     def __enter__(self) -> DataParallel:
         return self
