@@ -71,7 +71,7 @@ class Synchroniser(Protocol):
 
 
 class Islands:
-    """isles in a training loop, as a user would put it there; what a step has cost is what `stats` has grown by."""
+    """isles in a training loop, as a user would put it there; what a step has cost is what its counters have grown by."""
 
     closing_bytes = 0
 
@@ -110,7 +110,7 @@ class Islands:
     def _spent(self) -> Cost:
         """By all steps so far."""
         stats = self.diloco.stats
-        return Cost(stats.wait_seconds, stats.engine_seconds, stats.bytes_sent)
+        return Cost(stats.wait_seconds, self.diloco.engine_seconds, stats.bytes_sent)
 
     def cost_of_step(self, pass_seconds: float) -> Cost:
         before, self._before = self._before, self._spent()
