@@ -66,7 +66,6 @@ from isles.core.stats import Event, Kind, Stats, phase
 from isles.wire.codecs import codecs
 from isles.wire.fused import OUTER, warm_up
 from isles.wire.groups import check_apart
-from isles.wire.memory import remember
 from isles.wire.packing import is_finite
 from isles.wire.world import LostPeerError, Mean, MismatchError, MissedRound, Payload, World, default_world
 
@@ -160,7 +159,7 @@ class DiLoCo:
         optimizers_in_use.add(optimizer)
 
     def _new_state(self, fragment: Fragment, has_velocity: bool) -> OuterState:
-        anchor = remember(fragment.read())
+        anchor = fragment.read()
         residual = torch.zeros_like(anchor) if self.method.error_feedback else None
         return OuterState(anchor, self._sgd.init(anchor) if has_velocity else None, residual)
 
@@ -180,8 +179,7 @@ class DiLoCo:
                 "optimizer.step() inside global_model(): the model holds the global weights there, train outside"
             )
         self._check_resumed()
-        with self._all_or_nothing():
-            self._exchange()
+        self._all_or_nothing(self._exchange)
         self.engine_seconds += time.perf_counter() - begin
 
     def _exchange(self) -> None:
@@ -203,7 +201,7 @@ class DiLoCo:
 
     def _send(self, due: Due, *, closing: bool = False) -> None:
         begin = time.perf_counter()
-        self._replica.check_trainable()
+        self._replica.check_trainable(self.step_count, self.method.sync_every)
         fragment = self.fragments[due.fragment]
         state = self._offload.take(due.fragment, changing=("residual",))
         delta, finite = self._outer_gradient(fragment, state, closing)
@@ -380,13 +378,12 @@ class DiLoCo:
 
     # ---- what may go wrong in between
 
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _all_or_nothing(self, exchange: Callable[[], None]) -> None:
         """A Ctrl-C in the midst of an exchange leaves an island that has done a part of what the others do. It must not
         go on as if nothing had happened. (A world that has failed says so itself, again and again.)
         """
         try:
-            yield
+            exchange()
         except (LostPeerError, MismatchError):
             raise
         except BaseException as error:
@@ -451,14 +448,16 @@ class DiLoCo:
         self._check_resumed()
         reshard(self.model)
         self._replica.check_trainable()
-        with self._all_or_nothing():
-            self._handshake.finish(self.step_count)
-            self._close_rounds()
-            if self.method.update == "eager":
-                self._handshake.average_anchors(self._anchors())
-            self._show_anchors()
-            self._handshake.same_model(self._replica)
+        self._all_or_nothing(self._finish)
         self._finished = True
+
+    def _finish(self) -> None:
+        self._handshake.finish(self.step_count)
+        self._close_rounds()
+        if self.method.update == "eager":
+            self._handshake.average_anchors(self._anchors())
+        self._show_anchors()
+        self._handshake.same_model(self._replica)
 
     def _close_rounds(self) -> None:
         """Sends what was learned since the last sends, and takes the outer steps of all rounds in flight, these last ones

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from isles.core.island import SOLE, Copies, Island, local
 from isles.core.method import Method
-from isles.wire.memory import remember
 
 logger = logging.getLogger("isles")
 
@@ -49,9 +48,6 @@ class Fragment:
         self._is_shared_out = any(copies.size > 1 for copies in holdings)
         self.is_empty = not any(parameter.numel() for parameter in self.parameters)
         """Whether there is nothing in it on any rank; on this one alone there may be nothing all the same."""
-        self._is_plain = all(type(parameter) is nn.Parameter for parameter in self.parameters)
-        self._addresses: list[int] = []
-        self._in_place: list[Tensor] = []
         sizes = [tensor.numel() for tensor in self.tensors()]
         self.numel = sum(copies.part_numel(sum(sizes[i] for i in places)) for copies, places in self._holdings)
 
@@ -95,18 +91,8 @@ class Fragment:
             torch._foreach_copy_(self.tensors(), self.unflatten(flat))
 
     def tensors_in_place(self) -> list[Tensor] | None:
-        """The tensors of which this vector is made, one after the other; None where ranks share copies out.
-
-        They are the same ones as last time while the parameters are where they were.
-        """
-        if self._is_shared_out:
-            return None
-        if not self._is_plain:
-            return self.tensors()
-        addresses = [parameter.data_ptr() for parameter in self.parameters]
-        if addresses != self._addresses:
-            self._addresses, self._in_place = addresses, [remember(tensor) for tensor in self.tensors()]
-        return self._in_place
+        """The tensors of which this vector is made, one after the other; None where ranks share copies out."""
+        return None if self._is_shared_out else self.tensors()
 
     def pairs(self, flat: Tensor) -> list[tuple[Tensor, Tensor]] | None:
         """Every parameter, as a flat vector, with its part of another vector, to work on in place: one pass less over

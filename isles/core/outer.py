@@ -28,8 +28,7 @@ from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.wire import fused
 from isles.wire.codec import Codec
-from isles.wire.memory import empty, empty_payload, memory_of, remember
-from isles.wire.packing import is_finite
+from isles.wire.packing import empty, is_finite, memory_of
 
 Position = tuple[Tensor, Tensor | None]
 """An anchor and its velocity, if there is momentum."""
@@ -53,7 +52,7 @@ class OuterSGD:
 
     def init(self, anchor: Tensor) -> Tensor | None:
         """The velocity before the first update; None where there is no momentum to remember."""
-        return remember(anchor.new_zeros(anchor.shape)) if self.momentum else None
+        return torch.zeros_like(anchor) if self.momentum else None
 
     def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
@@ -168,7 +167,7 @@ def encoded_outer_gradient(anchor: Tensor, fragment: Fragment, codec: Codec) -> 
     tensors = fragment.tensors_in_place()
     if tensors is None or not anchor.is_cpu:
         return None
-    payload = empty_payload(codec.num_bytes(fragment.numel))
+    payload = torch.empty(codec.num_bytes(fragment.numel), dtype=torch.uint8)
     finite = fused.encode_difference(codec, anchor, tensors, payload)
     return None if finite is None else (payload, finite)
 

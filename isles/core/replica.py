@@ -33,14 +33,21 @@ class Replica:
         self._model = unwrap(model)
         self._island = island
         self._structure = _Structure(self._model)
+        self._checked_step = -(1 << 30)
         self._good_buffers: dict[str, Tensor] = {}
         """The float buffers as they were when they were last seen to be finite."""
         self.remember_buffers()
 
     # ---- what takes part
 
-    def check_trainable(self) -> None:
-        """Raises ValueError if a parameter has been frozen, unfrozen, replaced or added since the DiLoCo was made."""
+    def check_trainable(self, step: int | None = None, sync_every: int = 1) -> None:
+        """Raises ValueError if a parameter has been frozen, unfrozen, replaced or added since the DiLoCo was made.
+
+        Given the step, it looks at most eight times in a period: with many small fragments it would show.
+        """
+        if step is not None and step - self._checked_step < sync_every / 8:
+            return
+        self._checked_step = self._checked_step if step is None else step
         if self._structure.is_as_it_was():
             return
         then = {name: parameter for fragment in self.fragments for name, parameter in fragment.named()}

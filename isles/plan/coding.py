@@ -99,7 +99,7 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
     from isles.wire import message, reduction
     from isles.wire.codecs import codecs
     from isles.wire.fused import encode_difference
-    from isles.wire.memory import empty
+    from isles.wire.packing import empty
 
     chosen = codecs[codec]
     anchor = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 0.02

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from isles.wire import fused
-from isles.wire.memory import empty
-from isles.wire.packing import is_finite
+from isles.wire.packing import empty, is_finite
 
 
 @dataclass(frozen=True)

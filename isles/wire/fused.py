@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.wire.memory import Array, memory_of
+from isles.wire.packing import Array, memory_of
 
 if TYPE_CHECKING:
     from isles.wire.codec import Codec

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from isles.wire.codecs import Codec
-from isles.wire.memory import empty
 from isles.wire.message import CHECKSUM, HEADER_BYTES
+from isles.wire.packing import empty
 from isles.wire.world import Payload
 
 Reduction = Literal["auto", "all-gather", "reduce-scatter"]

@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -31,7 +32,7 @@ from isles.wire.exchange import FORMS, Exchange, Kind, Transport
 from isles.wire.message import HEADER_BYTES, Header, bytes_of, tensor_of
 from isles.wire.reduction import MAX_IN_FLIGHT, Reduction, choose
 from isles.wire.worker import FirstFailure, Inline, Worker, stop_all
-from isles.wire.world import Mean, Payload
+from isles.wire.world import Handle, Mean, Payload
 
 R = TypeVar("R")
 POLL_SECONDS = 1.0
@@ -63,8 +64,10 @@ class RoundWorld:
     def size(self) -> int:
         return self._transport.size
 
-    def start(self, payload: Payload) -> Round:
+    def start(self, payload: Payload) -> Handle:
         """Starts a round, which goes on in the background, if there is one."""
+        if self.size == 1:
+            return Alone(payload)
         if self._inline is not None:
             payload.body  # noqa: B018  (made here: there is no thread to make it in)
         form = choose(self._reduction, self.size, payload.codec)
@@ -131,6 +134,23 @@ class RoundWorld:
         for rank, (header, note) in enumerate(zip(headers, notes, strict=True)):
             message.verify(header, note, rank, self.rank)
         return [bytes_of(note) for note in notes]
+
+
+@dataclass
+class Alone:
+    """A round of one island: its mean is what it sends, as others would decode it."""
+
+    payload: Payload
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    mean: Mean | None = None
+
+    def wait(self) -> Mean:
+        if self.mean is None:
+            payload, weight = self.payload, self.payload.weight
+            values = reduction.weighted_mean([payload.body], [weight], payload.codec, payload.numel)
+            self.mean = Mean(values, {0: weight} if weight > 0 else {})
+        return self.mean
 
 
 class Round:
