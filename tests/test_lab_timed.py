@@ -78,13 +78,21 @@ def theory(method: isles.Method | None, islands: int, reduction: str) -> int:
 
 
 def closing(method: isles.Method | None, islands: int, reduction: str) -> int:
-    """Bytes that all islands send after the last step: eager ones average their anchors, in fp32."""
-    if method is None or method.update != "eager":
+    """Bytes that all islands send after the last step: a closing round of what was not sent at that step, and eager ones
+    average their anchors, in fp32.
+    """
+    if method is None:
         return 0
-    codec = isles.codecs["fp32"]
-    bodies = [torch.empty(4 * fragment.numel, dtype=torch.uint8) for fragment in cut(small_model(), method)]
-    payloads = [Payload(0, 0, codec, body.numel() // 4, 1.0, body) for body in bodies]
-    return islands * sum(traffic(choose(reduction, islands, codec), islands, payload) for payload in payloads)
+    fragments = cut(small_model(), method)
+    sent = {due.fragment for due in Schedule.of(method, len(fragments)).sends(STEPS)}
+    last = [(method.codec, fragment.numel) for index, fragment in enumerate(fragments) if index not in sent]
+    last += [("fp32", fragment.numel) for fragment in fragments if method.update == "eager"]
+    total = 0
+    for name, numel in last:
+        codec = isles.codecs[name]
+        payload = Payload(0, 0, codec, numel, 1.0, torch.empty(codec.num_bytes(numel), dtype=torch.uint8))
+        total += islands * traffic(choose(reduction, islands, codec), islands, payload)
+    return total
 
 
 @pytest.mark.parametrize(

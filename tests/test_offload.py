@@ -36,7 +36,7 @@ def train(world, method, steps=17, resume_at=None, **options):
             diloco.close()
             diloco = isles.DiLoCo(replica, optimizer, method, world=world, sync_initial=True, **options)
             diloco.load_state_dict(saved)
-    anchors = [anchor.clone() for anchor in diloco._anchors()]
+    anchors = [anchor.clone() for anchor in diloco._rounds.anchors()]
     diloco.finish()
     diloco.close()
     return torch.cat([p.detach().flatten() for p in replica.parameters()]), anchors, diloco
@@ -62,7 +62,7 @@ def test_only_what_the_coming_step_needs_is_resident():
             replica(torch.ones(1, 6)).sum().backward()
             optimizer.step()
             due = (*diloco.schedule.sends(step + 1), *diloco.schedule.applies(step + 1))
-            fetched.append(set(diloco._offload._resident))
+            fetched.append(set(diloco._rounds.offload._resident))
             assert fetched[-1] == {one.fragment for one in due}
     assert set() in fetched
     assert set.union(*fetched) == {0, 1, 2}

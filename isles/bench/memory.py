@@ -70,7 +70,7 @@ def _measure(parameters: int, steps: int, method: isles.Method | None, outer_dev
             world = _HostWorld(isles.LocalWorld.alone(), ledger)
             diloco = isles.DiLoCo(training.model, training.optimizer, method, world=world, outer_device=outer_device)
             fragments = len(diloco.fragments)
-            for state in diloco._offload.states if outer_device else ():
+            for state in diloco._rounds.offload.states if outer_device else ():
                 for tensor in (state.anchor, state.velocity):
                     ledger.to_host(tensor)
         rest, ledger.peak_bytes = 0, ledger.live_bytes

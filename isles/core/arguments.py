@@ -7,8 +7,9 @@ import weakref
 import torch
 from torch import nn
 
-from isles.core.fragments import trainable_parameters
+from isles.core.fragments import some_of, trainable_parameters
 from isles.core.method import Method
+from isles.core.outer import MAKE_OPTIMIZER
 from isles.wire.message import check_byte_order
 
 optimizers_in_use: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -21,10 +22,8 @@ def unwrap_optimizer(optimizer: object) -> torch.optim.Optimizer:
     while not hasattr(inner, "_optimizer_step_post_hooks") and hasattr(inner, "param_groups"):
         inner = getattr(inner, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or not hasattr(inner, "_optimizer_step_post_hooks"):
-        raise ValueError(
-            f"optimizer must be a torch.optim.Optimizer, or a wrapper that has one as .optimizer, not "
-            f"{type(optimizer).__name__}"
-        )
+        wanted = "a torch.optim.Optimizer, or a wrapper that has one as .optimizer"
+        raise ValueError(f"optimizer must be {wanted}, not {type(optimizer).__name__}")
     return inner
 
 
@@ -38,18 +37,16 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, method: 
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1e300:
         raise ValueError(f"weight={weight!r} must be a number greater than 0: this island's share in the mean")
     if optimizer in optimizers_in_use:
-        raise ValueError(
-            "this optimizer already has a DiLoCo: close() it, or leave its with block, before making another"
-        )
+        raise ValueError("this optimizer already has a DiLoCo: close() that, or leave its with block, to make another")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = trainable_parameters(model)
-    missing = [name for name, parameter in trained.items() if id(parameter) not in held]
-    if missing:
-        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    if unreal := [name for name, parameter in trained.items() if parameter.is_meta]:
         raise ValueError(
-            f"the optimizer does not hold these trainable parameters of the model: {few}; "
-            "make it from this model's parameters, or freeze them"
+            f"{unreal[0]} is on the meta device and has no values: move the model, model.to_empty(device=...)"
         )
+    if missing := [name for name, parameter in trained.items() if id(parameter) not in held]:
+        what = f"the optimizer does not hold these trainable parameters of the model: {some_of(missing)}"
+        raise ValueError(f"{what}; make it from this model's parameters, or freeze them")
 
 
 def check_options(world: object, sync_initial: object, on_event: object, outer_optimizer: object) -> None:
@@ -62,10 +59,7 @@ def check_options(world: object, sync_initial: object, on_event: object, outer_o
     if on_event is not None and not callable(on_event):
         raise ValueError(f"on_event={on_event!r} must be a function that takes an isles.Event, or None")
     if outer_optimizer is not None and not callable(outer_optimizer):
-        raise ValueError(
-            f"outer_optimizer={outer_optimizer!r} must be a function from a list of anchors to a torch.optim.Optimizer, "
-            "such as lambda anchors: torch.optim.AdamW(anchors, lr=0.1), or None for the method's own"
-        )
+        raise ValueError(f"outer_optimizer={outer_optimizer!r} must be {MAKE_OPTIMIZER}, or None for the method's own")
 
 
 def check_overlap(overlap: int | None, method: Method) -> int:
@@ -74,10 +68,8 @@ def check_overlap(overlap: int | None, method: Method) -> int:
         return method.overlap
     whole = isinstance(overlap, int) and not isinstance(overlap, bool)
     if method.update != "fresh" or not whole or not 0 <= overlap < method.sync_every:
-        raise ValueError(
-            f"overlap={overlap!r} of this island must be a whole number from 0 to sync_every - 1 = "
-            f"{method.sync_every - 1}, with update='fresh'; leave it out to take the method's"
-        )
+        wanted = f"a whole number from 0 to sync_every - 1 = {method.sync_every - 1}, with update='fresh'"
+        raise ValueError(f"overlap={overlap!r} of this island must be {wanted}; leave it out to take the method's")
     return overlap
 
 

@@ -1,13 +1,10 @@
 """Cutting a model into fragments, the parts that are synchronised separately.
 
-A fragment is made of whole layers: either every n-th one (strided, the papers' default: fresh layers are
-spread over the depth) or consecutive ones (sequential). What is outside the layer stack, embeddings, final
-norm and head, is a fragment of its own, the first. Every trainable parameter is in exactly one fragment, tied
-weights once, frozen ones in none.
-
-To the engine a fragment is one flat fp32 vector that can be read from the model and written back; how many
-tensors it is made of, their shapes, their precision and whether they are shards of something larger is nobody
-else's business.
+A fragment is made of whole layers: either every n-th one (strided, the papers' default: fresh layers are spread over
+the depth) or consecutive ones (sequential). What is outside the layer stack, embeddings, final norm and head, is a
+fragment of its own, the first. Every trainable parameter is in exactly one fragment, tied weights once, frozen ones in
+none. To the engine a fragment is one flat fp32 vector that can be read from the model and written back, whatever the
+shapes and precisions of its tensors, shards or not.
 
 Finding the layer stack needs no names. A ModuleList is a group of layers; in a Sequential or a ModuleDict, children of
 the same class are one. The kind of group that holds the most trainable parameters is the stack: all its outermost
@@ -98,18 +95,11 @@ class Fragment:
         """Every parameter, as a flat vector, with its part of another vector, to work on in place: one pass less over
         memory than `read` or `write`. None if that cannot be: other precisions, copies that ranks share out.
         """
-        tensors = self.tensors_in_place()
-        if tensors is None:
+        tensors, kind = self.tensors_in_place(), (flat.dtype, flat.device)
+        if tensors is None or not all((t.dtype, t.device) == kind and t.is_contiguous() for t in tensors):
             return None
-        dtype, device = flat.dtype, flat.device
-        pairs, start = [], 0
-        for tensor in tensors:
-            if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
-                return None
-            stop = start + tensor.numel()
-            pairs.append((tensor.view(-1), flat[start:stop]))
-            start = stop
-        return pairs
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [(tensor.view(-1), part) for tensor, part in zip(tensors, parts, strict=True)]
 
     def snapshot(self) -> list[Tensor]:
         """Copies of the parameters as they are, in their own precision."""
@@ -131,10 +121,11 @@ def cut(model: nn.Module, method: Method, island: Island | None = None) -> list[
     """
     parameters = trainable_parameters(model)
     if not parameters:
-        raise ValueError(
-            "the model has no trainable parameters: nothing to synchronise (is requires_grad off everywhere?)"
-        )
-    _check_kinds(parameters)
+        raise ValueError("the model has no trainable parameters to synchronise: is requires_grad off everywhere?")
+    if lazy := [name for name, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]:
+        raise ValueError(f"{some_of(lazy)}: lazy parameters have no shape yet; run one forward pass first")
+    if unreal := [name for name, parameter in parameters.items() if parameter.is_complex()]:
+        raise ValueError(f"{some_of(unreal)}: complex parameters are not supported; store real and imaginary part")
     if isinstance(method.fragments, Sequence):
         groups = _by_name(unwrap(model), parameters, method.fragments)
     else:
@@ -143,29 +134,13 @@ def cut(model: nn.Module, method: Method, island: Island | None = None) -> list[
         devices = {parameters[name].device: name for name in names}
         if len(devices) > 1:
             where = ", ".join(f"{name} on {device}" for device, name in devices.items())
-            raise ValueError(
-                f"fragment {number} has parameters on several devices ({where}): move the model to one device, or give "
-                "fragments= as lists of parameter names, each on one device"
-            )
-        if "meta" in (device.type for device in devices):
-            raise ValueError(f"{_some(names)}: parameters on the meta device have no values; use model.to_empty()")
+            todo = "move the model to one device, or give fragments= as lists of parameter names, each on one device"
+            raise ValueError(f"fragment {number} has parameters on several devices ({where}): {todo}")
     fragments = [Fragment(((name, parameters[name]) for name in names), island) for names in groups]
-    empty = sum(not fragment.names for fragment in fragments)
-    if empty:
-        logger.warning(
-            "%d of %d fragments are empty, and never sent: the model has fewer parts than that", empty, len(fragments)
-        )
+    if empty := sum(not fragment.names for fragment in fragments):
+        text = "%d of %d fragments are empty, and never sent: the model has fewer parts than that"
+        logger.warning(text, empty, len(fragments))
     return fragments
-
-
-def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
-    """Raises unless every parameter has a shape, and values that can be averaged."""
-    lazy = [name for name, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise ValueError(f"{_some(lazy)}: lazy parameters have no shape yet; run one forward pass first")
-    complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
-    if complex_ones:
-        raise ValueError(f"{_some(complex_ones)}: complex parameters are not supported; store real and imaginary part")
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -196,32 +171,24 @@ def find_layers(model: nn.Module) -> list[list[str]]:
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             children = [child for child in container.children() if any(p in name_of for p in child.parameters())]
-            kinds = frozenset(type(child) for child in children)
             alike: dict[object, set[nn.Module]] = defaultdict(set)
             for child in children:
-                alike[kinds if isinstance(container, nn.ModuleList) else frozenset([type(child)])].add(child)
+                alike[frozenset(map(type, children if isinstance(container, nn.ModuleList) else [child]))].add(child)
             for kind, members in alike.items():
                 if len(members) > 1:
                     groups[kind] |= members
-    if not groups:
-        return []
 
     def size(modules: set[nn.Module]) -> int:
         return sum(p.numel() for p in {p for module in modules for p in module.parameters()} if p in name_of)
 
-    stack = max(
-        groups.values(), key=size
-    )  # of equals the first, which is the outermost: modules() walks from outside in
+    # Of equals the first, which is the outermost: modules() walks from outside in.
+    stack = max(groups.values(), key=size, default=set())
     nested = {inner for layer in stack for inner in layer.modules() if inner is not layer}
-    layers: list[list[str]] = []
-    taken: set[nn.Parameter] = set()
+    layers = []
     for module in model.modules():
         if module in stack and module not in nested:
-            own = [p for p in module.parameters() if p in name_of and p not in taken]
-            taken.update(own)
-            if own:
-                layers.append([name_of[p] for p in own])
-    return layers
+            layers.append([name_of.pop(p) for p in module.parameters() if p in name_of])  # tied ones go to the first
+    return [layer for layer in layers if layer]
 
 
 def _by_layer(model: nn.Module, parameters: dict[str, nn.Parameter], method: Method) -> list[list[str]]:
@@ -234,18 +201,13 @@ def _by_layer(model: nn.Module, parameters: dict[str, nn.Parameter], method: Met
     in_layers = {name for layer in layers for name in layer}
     outside = [name for name in parameters if name not in in_layers]
     first = [outside] if outside else []
-    if isinstance(method.fragments, int):
-        count = method.fragments - len(first)
-    else:
-        count = -(-len(layers) // method.fragment_layers)
-    return first + [[name for layer in share for name in layer] for share in _deal(layers, count, method.pattern)]
-
-
-def _deal(layers: list[list[str]], count: int, pattern: str) -> list[list[list[str]]]:
-    """Shares layers out to `count` fragments, as evenly as whole layers allow."""
-    if pattern == "strided":
-        return [layers[p::count] for p in range(count)]
-    return [layers[p * len(layers) // count : (p + 1) * len(layers) // count] for p in range(count)]
+    by_layers = -(-len(layers) // method.fragment_layers)
+    count = method.fragments - len(first) if isinstance(method.fragments, int) else by_layers
+    if method.pattern == "strided":
+        shares = [layers[p::count] for p in range(count)]
+    else:  # consecutive ones, as evenly as whole layers allow
+        shares = [layers[p * len(layers) // count : (p + 1) * len(layers) // count] for p in range(count)]
+    return first + [[name for layer in share for name in layer] for share in shares]
 
 
 def _near_equal(sizes: dict[str, int], count: int) -> list[list[str]]:
@@ -263,19 +225,16 @@ def _by_name(model: nn.Module, parameters: dict[str, nn.Parameter], groups: Sequ
     every_name = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if p in first_name}
     unknown = [name for group in groups for name in group if clean_name(name) not in every_name]
     if unknown:
-        raise ValueError(f"fragments name what is no trainable parameter of the model: {_some(unknown)}")
+        raise ValueError(f"fragments name what is no trainable parameter of the model: {some_of(unknown)}")
     resolved = [list(dict.fromkeys(first_name[every_name[clean_name(name)]] for name in group)) for group in groups]
     given = [name for group in resolved for name in group]
-    twice = sorted({name for name in given if given.count(name) > 1})
-    if twice:
-        raise ValueError(f"fragments name parameters more than once (tied weights count once): {_some(twice)}")
-    missing = [name for name in parameters if name not in set(given)]
-    if missing:
-        raise ValueError(
-            f"fragments leave out trainable parameters: {_some(missing)}; put each in a fragment, or freeze it"
-        )
+    if twice := sorted({name for name in given if given.count(name) > 1}):
+        raise ValueError(f"fragments name parameters more than once (tied weights count once): {some_of(twice)}")
+    if missing := [name for name in parameters if name not in set(given)]:
+        raise ValueError(f"fragments leave out trainable parameters: {some_of(missing)}; put each in one, or freeze it")
     return resolved
 
 
-def _some(names: Sequence[str], most: int = 8) -> str:
+def some_of(names: Sequence[str], most: int = 8) -> str:
+    """Names for an error message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

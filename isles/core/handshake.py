@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.core.fragments import Fragment
+from isles.core.fragments import some_of
 from isles.core.replica import Replica
 from isles.core.stats import Stats
 from isles.wire.codecs import codecs
@@ -35,46 +35,28 @@ class Handshake:
         self._world, self.stats, self._weight = world, stats, weight
         self._purpose, self._step = "", 0
 
-    # ---- at the start
+    # ---- at the start, and after a checkpoint was loaded
 
     def start(self, settings: Mapping[str, Any], replica: Replica, sync_initial: bool) -> float:
-        """Raises unless all islands have the same settings, the same model and the same initial parameters. Returns the
-        sum of weights.
-        """
+        """Raises unless islands have the same settings, model and initial parameters. Returns the sum of weights."""
         self._purpose = "start"
-        notes = self._gather(
-            {
-                **settings,
-                "sync_initial": sync_initial,
-                "model": [
-                    *map(_shape_of, replica.fragments),
-                    _digest({n: t.shape for n, t in replica.frozen().items()}),
-                ],
-                "weight": self._weight,
-            }
-        )
+        frozen = {name: tensor.shape for name, tensor in replica.frozen().items()}
+        trained = [(part.numel, [(n, tuple(p.shape)) for n, p in part.named()]) for part in replica.fragments]
+        model = [_digest(trained), _digest(frozen)]
+        notes = self._gather({**settings, "sync_initial": sync_initial, "model": model, "weight": self._weight})
         _same_method(notes)
-        advice = {
-            "outer_optimizer": ("have different outer optimizers", "give all islands the same outer_optimizer"),
-            "sync_initial": ("were started with different sync_initial", "give it to all islands or to none"),
-            "model": (
-                "have different models (number, names or shapes of parameters)",
-                "build the same model everywhere",
-            ),
-        }
-        for key, (what, todo) in advice.items():
-            _same(notes, key, what, todo)
+        _same(notes, "outer_optimizer", "have different outer optimizers", "give all islands the same outer_optimizer")
+        _same(notes, "sync_initial", "were started with different sync_initial", "give it to all islands or to none")
+        what = "have different models (number, names or shapes of parameters)"
+        _same(notes, "model", what, "build the same model everywhere")
         if sync_initial:
             for tensor in self._differing({**replica.trained(), **replica.frozen(), **replica.buffers()}).values():
                 self._copy_from_root(tensor)
         elif different := self._differing({**replica.trained(), **replica.frozen()}):
-            raise MismatchError(
-                f"islands start with different parameters ({next(iter(different))} and {len(different) - 1} more): seed "
-                "them alike, or pass sync_initial=True; to resume, make the DiLoCo first, then load_state_dict"
-            )
+            what = f"islands start with different parameters ({some_of(list(different), 1)})"
+            todo = "seed them alike, or pass sync_initial=True; to resume, make the DiLoCo first, then load_state_dict"
+            raise MismatchError(f"{what}: {todo}")
         return float(sum(note["weight"] for note in notes))
-
-    # ---- after a checkpoint was loaded
 
     def resume(self, step: int, anchors: list[Tensor] | None) -> None:
         """Raises unless all islands resume from the same step and, where they share anchors, from the same ones."""
@@ -83,16 +65,10 @@ class Handshake:
         notes = self._gather({"resumed": step, "anchors": shared})
         if any(note["anchors"] is None for note in notes):
             notes = [{**note, "anchors": None} for note in notes]
-        steps = sorted({note["resumed"] for note in notes})
-        _same(
-            notes,
-            "resumed",
-            f"resume at different steps ({' and '.join(map(str, steps))})",
-            "load checkpoints of the same step everywhere",
-        )
-        _same(
-            notes, "anchors", "resume with different global parameters", "load checkpoints of the same run everywhere"
-        )
+        steps = " and ".join(map(str, sorted({note["resumed"] for note in notes})))
+        advice = "load checkpoints of the same step, of the same run, everywhere"
+        _same(notes, "resumed", f"resume at different steps ({steps})", advice)
+        _same(notes, "anchors", "resume with different global parameters", advice)
 
     # ---- at the end
 
@@ -107,16 +83,14 @@ class Handshake:
             codec = codecs["fp32"]
             for index, anchor in enumerate(anchors):
                 body = codec.encode(anchor).cpu()
-                payload = Payload(index, 0, codec, anchor.numel(), self._weight, body, self._step)
-                started = self._world.start(payload)
+                started = self._world.start(Payload(index, 0, codec, anchor.numel(), self._weight, body, self._step))
                 self.stats.bytes_sent += started.bytes_sent
                 self.stats.bytes_received += started.bytes_received
                 anchor.copy_(started.wait().values)
 
     def same_model(self, replica: Replica) -> None:
-        """Leaves the same model on every island, and nobody leaves before all have it. Parameters are the same already,
-        or else become island 0's, with a warning. Buffers and frozen parameters that differ become the mean over islands
-        if they are floating-point, in their own precision, those that are not finite left out; others become island 0's.
+        """Leaves the same model on every island, and nobody leaves before all have it. Trained parameters that differ
+        become island 0's; buffers and frozen ones become the mean over islands, or island 0's if they are not float.
         """
         trained = replica.trained()
         for name, tensor in self._differing({**trained, **replica.frozen(), **replica.buffers()}).items():
@@ -128,7 +102,7 @@ class Handshake:
                 tensor.copy_(self._mean_of(tensor))
         self._world.gather(self._note(b""))
 
-    # ---- tensors, as raw bytes
+    # ---- tensors, as raw bytes, and notes, as JSON
 
     def _differing(self, named: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Those of the tensors that are not the same on all islands."""
@@ -142,16 +116,13 @@ class Handshake:
         """Makes this tensor what island 0 has in its place."""
         raw = _raw(tensor)
         for chunk in raw.split(CHUNK_BYTES):
-            mine = bytes_of(chunk) if self._world.rank == 0 else b""
-            chunk.copy_(tensor_of(self._exchange(mine)[0]))
+            chunk.copy_(tensor_of(self._exchange(bytes_of(chunk) if self._world.rank == 0 else b"")[0]))
         tensor.copy_(_like(tensor, raw))
 
     def _mean_of(self, tensor: Tensor) -> Tensor:
-        """The weighted mean over the islands whose values are finite, computed in float64; island 0's if there are
-        none.
-        """
-        weight = self._weight if is_finite(tensor) else 0.0
-        weights = [note["weight"] for note in self._gather({"weight": weight})]
+        """The weighted mean, in float64, over the islands whose values are finite; island 0's if there are none."""
+        notes = self._gather({"weight": self._weight if is_finite(tensor) else 0.0})
+        weights = [note["weight"] for note in notes]
         rows = [self._exchange(bytes_of(chunk)) for chunk in _raw(tensor).split(CHUNK_BYTES)]
         values = [_like(tensor, tensor_of(b"".join(row[rank] for row in rows))) for rank in range(len(weights))]
         if sum(weights) == 0:
@@ -168,21 +139,16 @@ class Handshake:
         self.stats.bytes_received += sum(map(len, answers)) - len(data)
         return answers
 
-    # ---- notes
-
     def _note(self, data: bytes) -> Note:
         return Note.of(data, self._purpose, self._step)
 
     def _gather(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        texts = self._world.gather(self._note(json.dumps(note).encode()))
         notes = []
-        for rank, text in enumerate(texts):
+        for rank, text in enumerate(self._world.gather(self._note(json.dumps(note).encode()))):
             try:
                 other = json.loads(text)
-            except ValueError as error:
-                raise MismatchError(
-                    f"island {rank} sent a note that is no JSON: run the same isles everywhere"
-                ) from error
+            except ValueError:
+                raise MismatchError(f"island {rank} sent a note that is no JSON: run one isles everywhere") from None
             if not isinstance(other, dict) or other.keys() != note.keys():
                 both = f"islands {self._world.rank} and {rank} are not at the same point of the program"
                 raise MismatchError(f"{both}: start them in the same way")
@@ -191,28 +157,18 @@ class Handshake:
 
 
 def _same_method(notes: list[dict[str, Any]]) -> None:
-    mine = notes[0]["method"]
+    first = notes[0]["method"]
     for rank, note in enumerate(notes):
-        theirs = note["method"]
-        different = [
-            f"{name}={mine[name]!r} and {theirs.get(name)!r}" for name in mine if mine[name] != theirs.get(name)
-        ]
-        if different:
-            raise MismatchError(
-                f"islands 0 and {rank} have different methods ({'; '.join(different)}): start all islands with the same "
-                "Method"
-            )
+        pairs = ((name, value, note["method"].get(name)) for name, value in first.items())
+        if different := "; ".join(f"{name}={mine!r} and {other!r}" for name, mine, other in pairs if mine != other):
+            what = f"islands 0 and {rank} have different methods ({different})"
+            raise MismatchError(f"{what}: start all islands with the same Method")
 
 
 def _same(notes: list[dict[str, Any]], key: str, what: str, advice: str) -> None:
     for rank, note in enumerate(notes):
         if note[key] != notes[0][key]:
             raise MismatchError(f"islands 0 and {rank} {what}: {advice}")
-
-
-def _shape_of(part: Fragment) -> list[int]:
-    """Number of values, and a checksum of names and shapes, of a fragment."""
-    return [part.numel, _digest([(n, tuple(p.shape)) for n, p in zip(part.names, part.parameters, strict=True)])]
 
 
 def _digest(value: object) -> int:

@@ -7,9 +7,8 @@ each other the results, over the fast links inside the island. So an island send
 it has, and copies stay copies, bit for bit.
 
 Who holds what is read off the model: the meshes and placements of its DTensors, the process group of DDP. A plain
-tensor in a sharded model (a norm, under tensor parallelism) is a copy on every rank. Everything that knows about
-DTensors or about communication inside an island is in this file. It goes over gloo groups of isles' own, from host
-memory (`isles.wire.groups`).
+tensor in a sharded model (a norm, under tensor parallelism) is a copy on every rank. Ranks of an island talk over gloo
+groups of isles' own, from host memory (`isles.wire.groups`).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Island:
     """The ranks that train one replica; most often a single one."""
 
     def __init__(self, ranks: Sequence[int] = (), group: Any = None, copies: Mapping[str, Copies] | None = None):
-        self.ranks, self.group = list(ranks), group
+        self.ranks, self.size, self.group = list(ranks), max(1, len(ranks)), group
         self._copies = copies or {}
 
     @classmethod
@@ -80,21 +79,16 @@ class Island:
         if len(ranks) <= 1:
             return cls()
         group = _group_of(ranks)
-        held = _gather({name: _place_of(parameter) for name, parameter in parameters.items()}, len(ranks), group)
-        for rank, places in zip(ranks, held, strict=True):
-            if places.keys() != parameters.keys():
+        own = {name: _place_of(parameter) for name, parameter in parameters.items()}
+        held = dict(zip(ranks, _gather(own, len(ranks), group), strict=True))
+        for rank, places in held.items():
+            if places.keys() != own.keys():
                 raise MismatchError(f"ranks {ranks[0]} and {rank} of an island have different parameters")
-        holders = {
-            name: tuple(rank for rank, places in zip(ranks, held, strict=True) if places[name] == _place_of(parameter))
-            for name, parameter in parameters.items()
-            if local(parameter).numel()
-        }
-        groups = {who: _copies_of(who) for who in sorted(set(holders.values())) if len(who) > 1}
+        here = [name for name, parameter in parameters.items() if local(parameter).numel()]
+        holders = {name: tuple(rank for rank in ranks if held[rank][name] == own[name]) for name in here}
+        rank, several = dist.get_rank(), sorted({who for who in holders.values() if len(who) > 1})
+        groups = {who: Copies(who.index(rank), len(who), _group_of(who)) for who in several}
         return cls(ranks, group, {name: groups[who] for name, who in holders.items() if who in groups})
-
-    @property
-    def size(self) -> int:
-        return max(1, len(self.ranks))
 
     def copies(self, name: str) -> Copies:
         """Who else holds a parameter."""
@@ -106,8 +100,6 @@ class Island:
         >>> Island().any([True, False])
         [True, False]
         """
-        if self.size == 1:
-            return list(flags)
         return [total > 0 for total in self.sum(flags)]
 
     def sum(self, counts: Sequence[float]) -> list[float]:
@@ -137,14 +129,9 @@ def like(parameter: Tensor, values: Tensor) -> Tensor:
         return values
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,  # type: ignore[attr-defined]
-        parameter.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -193,10 +180,6 @@ def _place_of(parameter: Tensor) -> list[list[int]] | None:
         raise ValueError("a parameter is a partial sum (DTensor Partial): redistribute it before training")
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     return [list(shape), list(offset)]
-
-
-def _copies_of(ranks: tuple[int, ...]) -> Copies:
-    return Copies(ranks.index(dist.get_rank()), len(ranks), _group_of(ranks))
 
 
 def _group_of(ranks: Sequence[int]) -> Any:

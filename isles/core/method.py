@@ -16,9 +16,11 @@ list the knobs without loading it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 Pattern = Literal["strided", "sequential"]
 Update = Literal["fresh", "delayed", "eager"]
@@ -70,104 +72,68 @@ class Method:
     """k: how many rounds late the mean is, for update="delayed" and "eager"."""
 
     def __post_init__(self) -> None:
-        _integer("sync_every", self.sync_every, 1)
+        from isles.wire.codecs import codecs
+
+        for name in ("sync_every", "fragment_layers", "delay_rounds"):
+            self._must(name, _is_integer(getattr(self, name), 1), "an integer of at least 1")
+        for name, kind in {"pattern": Pattern, "update": Update, "rounding": Rounding}.items():
+            self._must(name, getattr(self, name) in get_args(kind), f"one of {', '.join(get_args(kind))}")
+        if self.codec not in list(codecs):
+            raise ValueError(f"codec={self.codec!r} is not known: choose one of {', '.join(codecs)}")
+        for name in ("error_feedback", "nesterov"):
+            self._must(name, isinstance(getattr(self, name), bool), "True or False")
+        mixing, lr, momentum, last = self.mixing, self.outer_lr, self.outer_momentum, self.sync_every - 1
+        mixes = _is_number(mixing) and 0 <= mixing <= 1
+        self._must("mixing", mixes, "a number from 0 (take the global weights) to 1 (keep one's own)")
+        self._must("outer_lr", _is_number(lr) and lr > 0, "a number greater than 0 (the papers use 0.4 to 0.8)")
+        decays = _is_number(momentum) and 0 <= momentum < 1
+        self._must("outer_momentum", decays, "a number from 0 (none) to below 1 (the papers use 0.9)")
+        in_time = f"an integer from 0 to {last} (sync_every - 1): the result must arrive before the next send"
+        self._must("overlap", _is_integer(self.overlap, 0, last), in_time)
         self._check_fragments()
-        _integer("fragment_layers", self.fragment_layers, 1)
-        _choice("pattern", self.pattern, ("strided", "sequential"))
         self._check_offsets()
-        _choice("update", self.update, ("fresh", "delayed", "eager"))
-        self._check_lateness()
-        _number("mixing", self.mixing, lambda a: 0 <= a <= 1, "from 0 (take the global weights) to 1 (keep one's own)")
-        self._check_codec()
-        _choice("rounding", self.rounding, ("nearest", "stochastic"))
-        _boolean("error_feedback", self.error_feedback)
-        _number("outer_lr", self.outer_lr, lambda lr: lr > 0, "greater than 0 (the papers use 0.4 to 0.8)")
-        _number(
-            "outer_momentum",
-            self.outer_momentum,
-            lambda mu: 0 <= mu < 1,
-            "from 0 (none) to below 1 (the papers use 0.9)",
-        )
-        _boolean("nesterov", self.nesterov)
+        if self.update == "fresh" and self.delay_rounds != 1:
+            given = f"delay_rounds={self.delay_rounds}"
+            raise ValueError(f'{given} has no meaning with update="fresh": use "delayed" or "eager"')
+        if self.update != "fresh" and self.overlap != 0:
+            what = f'overlap={self.overlap} has no meaning with update="{self.update}"'
+            raise ValueError(f'{what}, which is late by whole rounds: leave it at 0, or use update="fresh"')
+
+    def _must(self, name: str, good: bool, be: str) -> None:
+        if not good:
+            raise ValueError(f"{name}={getattr(self, name)!r} must be {be}")
 
     def _check_fragments(self) -> None:
         fragments = self.fragments
-        if fragments is None:
+        if not _is_list(fragments):
+            good = fragments is None or _is_integer(fragments, 1)
+            self._must("fragments", good, "an integer of at least 1, or a list of lists of parameter names, or None")
             return
-        if _is_list(fragments):
-            _require(
-                len(fragments) > 0, "fragments=[] names no parameters: give at least one list of names, or a number"
-            )
-            seen: set[str] = set()
-            twice: list[str] = []
-            for position, names in enumerate(fragments):
-                _require(
-                    _is_list(names) and len(names) > 0 and all(isinstance(name, str) for name in names),
-                    f"fragments[{position}]={names!r} must be a non-empty list of parameter names",
-                )
-                twice += [name for name in names if name in seen or names.count(name) > 1]
-                seen.update(names)
-            _require(
-                not twice,
-                f"fragments name parameters more than once: {', '.join(sorted(set(twice)))}; each belongs in one",
-            )
-            object.__setattr__(self, "fragments", tuple(tuple(names) for names in fragments))
-        else:
-            _integer("fragments", fragments, 1, also=", or a list of lists of parameter names, or None")
+        if not fragments:
+            raise ValueError("fragments=[] names no parameters: give at least one list of names, or a number")
+        for position, names in enumerate(fragments):
+            if not (_is_list(names) and names and all(isinstance(name, str) for name in names)):
+                raise ValueError(f"fragments[{position}]={names!r} must be a non-empty list of parameter names")
+        counts = Counter(name for names in fragments for name in names)
+        if twice := sorted(name for name, count in counts.items() if count > 1):
+            raise ValueError(f"fragments name parameters more than once: {', '.join(twice)}; each belongs in one")
+        object.__setattr__(self, "fragments", tuple(tuple(names) for names in fragments))
 
     def _check_offsets(self) -> None:
         offsets, last = self.offsets, self.sync_every - 1
         if offsets is None:
             return
-        good = (
-            _is_list(offsets)
-            and len(offsets) > 0
-            and all(_is_integer(offset) and 0 <= offset <= last for offset in offsets)
-        )
-        _require(
-            good, f"offsets={offsets!r} must be a list of integers from 0 to {last} (sync_every - 1), one per fragment"
-        )
+        good = _is_list(offsets) and len(offsets) > 0 and all(_is_integer(offset, 0, last) for offset in offsets)
+        self._must("offsets", good, f"a list of integers from 0 to {last} (sync_every - 1), one per fragment")
         object.__setattr__(self, "offsets", tuple(offsets))
-        count = self.fragments if isinstance(self.fragments, int) else len(self.fragments) if self.fragments else None
-        if count is not None:
-            self.check_offset_count(count)
+        if self.fragments is not None:
+            self.check_offset_count(self.fragments if isinstance(self.fragments, int) else len(self.fragments))
 
     def check_offset_count(self, fragments: int) -> None:
         """Raises unless `offsets`, when given, has one entry per fragment; called again when the model has been cut."""
-        if self.offsets is not None:
-            _require(
-                len(self.offsets) == fragments,
-                f"offsets has {len(self.offsets)} entries for {fragments} fragments: give one per fragment, or None",
-            )
-
-    def _check_lateness(self) -> None:
-        last = self.sync_every - 1
-        good = _is_integer(self.overlap) and 0 <= self.overlap <= last
-        _require(
-            good,
-            f"overlap={self.overlap!r} must be an integer from 0 to {last} (sync_every - 1): "
-            "the result must arrive before the next send",
-        )
-        _integer("delay_rounds", self.delay_rounds, 1)
-        if self.update == "fresh":
-            _require(
-                self.delay_rounds == 1,
-                f'delay_rounds={self.delay_rounds} has no meaning with update="fresh": use "delayed" or "eager"',
-            )
-        else:
-            _require(
-                self.overlap == 0,
-                f'overlap={self.overlap} has no meaning with update="{self.update}", which is late by whole rounds: '
-                'leave it at 0, or use update="fresh"',
-            )
-
-    def _check_codec(self) -> None:
-        from isles.wire.codecs import codecs
-
-        _require(
-            isinstance(self.codec, str) and self.codec in codecs,
-            f"codec={self.codec!r} is not known: choose one of {', '.join(codecs)}",
-        )
+        if self.offsets is not None and len(self.offsets) != fragments:
+            entries = f"offsets has {len(self.offsets)} entries for {fragments} fragments"
+            raise ValueError(f"{entries}: give one per fragment, or None")
 
     # The papers' settings. Any field can be given on top: Method.eager(mixing=0.5).
 
@@ -193,15 +159,14 @@ class Method:
 
     @classmethod
     def distant(cls, **knobs: Any) -> Method:
-        """For very slow links, ours: streaming with the longest overlap there can be, so that a result has a whole
-        round to arrive. When it does, an island keeps three quarters of its own weights (docs/log.md, "A whole round
-        late").
+        """For very slow links, ours: streaming, with a whole round for a result to arrive. Then an island keeps three
+        quarters of its own weights (docs/log.md, "A whole round late").
 
         >>> Method.distant(sync_every=30).overlap
         29
         """
         sync_every = knobs.get("sync_every", cls.sync_every)
-        longest = sync_every - 1 if _is_integer(sync_every) else 0
+        longest = sync_every - 1 if _is_integer(sync_every, 1) else 0
         return cls.streaming(**{"overlap": longest, "mixing": 0.75, **knobs})
 
     @property
@@ -218,40 +183,33 @@ class Method:
         then an island:  takes the global weights
         outer optimizer: SGD, lr 0.7, Nesterov momentum 0.9
         """
-        if isinstance(self.fragments, int):
-            what = (
-                "the whole model is sent"
-                if self.fragments == 1
-                else f"{self.fragments} fragments ({self.pattern} layers) are sent one by one"
-            )
-        elif self.fragments is not None:
+        if self.fragments is None:
+            what = f"fragments of {_count(self.fragment_layers, 'layer')} ({self.pattern}) are sent one by one"
+        elif not isinstance(self.fragments, int):
             what = f"{len(self.fragments)} given fragments are sent one by one"
+        elif self.fragments > 1:
+            what = f"{self.fragments} fragments ({self.pattern} layers) are sent one by one"
         else:
-            layers = f"{self.fragment_layers} layer{'s' * (self.fragment_layers > 1)}"
-            what = f"fragments of {layers} ({self.pattern}) are sent one by one"
-        how = (
-            self.codec
-            + (", rounded stochastically" if self.rounding == "stochastic" else "")
-            + (", with error feedback" if self.error_feedback else "")
-        )
-        at = f" at steps {', '.join(map(str, self.offsets))} of each period" if self.offsets is not None else ""
+            what = "the whole model is sent"
+        what += f" in {self.codec}"
+        what += ", rounded stochastically" if self.rounding == "stochastic" else ""
+        what += ", with error feedback" if self.error_feedback else ""
+        what += f" at steps {', '.join(map(str, self.offsets))} of each period" if self.offsets is not None else ""
         rounds = "one round" if self.delay_rounds == 1 else f"{self.delay_rounds} rounds"
-        used = {
-            "fresh": "at once, while every island waits"
-            if self.overlap == 0
-            else f"{self.overlap} step{'s' * (self.overlap > 1)} later, while training goes on",
-            "delayed": f"{rounds} late, while training goes on",
-            "eager": f"{rounds} late, with the island's own share fresh",
-        }[self.update]
-        kept = {0.0: "takes the global weights", 1.0: "keeps its own weights"}.get(
-            self.mixing, f"keeps {self.mixing:.0%} of its own weights, takes {1 - self.mixing:.0%} of the global ones"
-        )
-        if self.outer_momentum == 0:
-            outer = "plain averaging" if self.outer_lr == 1 else f"SGD, lr {self.outer_lr:g}, no momentum"
+        if self.update == "eager":
+            used = f"{rounds} late, with the island's own share fresh"
+        elif self.lateness == 0:
+            used = "at once, while every island waits"
         else:
-            outer = f"SGD, lr {self.outer_lr:g}, {'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum:g}"
+            late = f"{rounds} late" if self.update == "delayed" else f"{_count(self.overlap, 'step')} later"
+            used = f"{late}, while training goes on"
+        kept = f"keeps {self.mixing:.0%} of its own weights, takes {1 - self.mixing:.0%} of the global ones"
+        kept = {0.0: "takes the global weights", 1.0: "keeps its own weights"}.get(self.mixing, kept)
+        momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum:g}"
+        outer = f"SGD, lr {self.outer_lr:g}, {momentum if self.outer_momentum else 'no momentum'}"
+        outer = "plain averaging" if self.outer_lr == 1 and not self.outer_momentum else outer
         every = f"every {self.sync_every} steps:" if self.sync_every > 1 else "every step:"
-        lines = (f"{every:<16} {what} in {how}{at}", f"result used:     {used}", f"then an island:  {kept}")
+        lines = (f"{every:<16} {what}", f"result used:     {used}", f"then an island:  {kept}")
         return "\n".join([*lines, f"outer optimizer: {outer}"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -263,31 +221,17 @@ class Method:
         return fields
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_integer(value: object, least: int, most: float = math.inf) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _integer(name: str, value: object, least: int, also: str = "") -> None:
-    _require(_is_integer(value) and value >= least, f"{name}={value!r} must be an integer of at least {least}{also}")
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _number(name: str, value: object, allowed: Callable[[float], bool], range_text: str) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300 and allowed(value)
-    _require(good, f"{name}={value!r} must be a number {range_text}")
-
-
-def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
-
-
-def _boolean(name: str, value: object) -> None:
-    _require(isinstance(value, bool), f"{name}={value!r} must be True or False")
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number > 1)}"

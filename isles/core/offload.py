@@ -3,10 +3,8 @@
 Anchor, velocity and residual of a fragment are needed only at the steps at which it is sent or applied, and the
 schedule says in advance which these are. So they can be *offloaded*, to pinned host memory, and only what the coming
 step needs is *resident* on the device: prefetched while the inner step before it still runs, written back when the step
-is done, if it has changed.
-
-Without offloading (`outer_device=None`) the state is on the model's device all the time and nothing is copied. On CUDA
-the copies run on a stream of their own. The code is the same for every pair of devices; on a CPU it only costs.
+is done, if it has changed. On CUDA the copies run on a stream of their own. Without offloading (`outer_device=None`)
+the state is on the model's device all the time and nothing is copied.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.core.state import OuterState, load_progress, progress_of
-
-TENSORS = ("anchor", "velocity", "residual")
+from isles.core.state import OuterState, load_progress, progress_of, vectors_of
 
 
 class Offload:
@@ -35,31 +31,24 @@ class Offload:
         self._changed: dict[int, set[str]] = {}
         """Which tensors of those are to be written back."""
         self._devices = [state.anchor.device for state in states]
-        self._streams = {
-            device: torch.cuda.Stream(device) for device in set(self._devices) if device.type == "cuda" and self.in_use
-        }
+        gpus = {device for device in self._devices if device.type == "cuda" and self.in_use}
+        self._streams = {device: torch.cuda.Stream(device) for device in gpus}
         if outer_device is not None:
             for state in states:
-                for name, tensor in _tensors(state):
+                for name, tensor in vectors_of(state).items():
                     setattr(state, name, _offloaded(tensor, outer_device))
 
     def prefetch(self, fragments: Iterable[int]) -> None:
         """Starts to copy the states of these fragments to the device, without waiting."""
-        if not self.in_use:
-            return
-        for fragment in fragments:
+        for fragment in fragments if self.in_use else ():
             if fragment not in self._resident:
                 state, device = self.states[fragment], self._devices[fragment]
-                here: dict[str, Any] = {}
                 with self._stream(device):
-                    for name, tensor in _tensors(state):
-                        here[name] = tensor.to(device, non_blocking=True, copy=True)
-                self._resident[fragment] = dataclasses.replace(state, **here)
+                    here = {n: t.to(device, non_blocking=True, copy=True) for n, t in vectors_of(state).items()}
+                self._resident[fragment] = dataclasses.replace(state, **here)  # type: ignore[arg-type]
 
     def take(self, fragment: int, changing: tuple[str, ...] = ()) -> OuterState:
-        """The state of a fragment on the device. `changing`: the tensors that will be changed in place, and have to be
-        written back. Rounds in flight are the same ones.
-        """
+        """The state of a fragment on the device; tensors that are `changing` in place will have to be written back."""
         if not self.in_use:
             return self.states[fragment]
         self.prefetch([fragment])
@@ -67,7 +56,7 @@ class Offload:
         if stream := self._streams.get(self._devices[fragment]):
             current = torch.cuda.current_stream(self._devices[fragment])
             current.wait_stream(stream)
-            for _, tensor in _tensors(self._resident[fragment]):
+            for tensor in vectors_of(self._resident[fragment]).values():
                 tensor.record_stream(current)
         return self._resident[fragment]
 
@@ -84,7 +73,7 @@ class Offload:
             if stream := self._streams.get(device):
                 stream.wait_stream(torch.cuda.current_stream(device))
             with self._stream(device):
-                for name, tensor in _tensors(resident):
+                for name, tensor in vectors_of(resident).items():
                     if name in self._changed.get(fragment, ()):
                         getattr(home, name).copy_(tensor, non_blocking=True)
                         if stream:
@@ -103,10 +92,6 @@ class Offload:
     def _stream(self, device: torch.device) -> AbstractContextManager[Any]:
         stream = self._streams.get(device)
         return torch.cuda.stream(stream) if stream else nullcontext()
-
-
-def _tensors(state: OuterState) -> list[tuple[str, Tensor]]:
-    return [(name, tensor) for name in TENSORS if (tensor := getattr(state, name)) is not None]
 
 
 def _offloaded(tensor: Tensor, device: torch.device) -> Tensor:

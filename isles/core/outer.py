@@ -10,9 +10,8 @@ moves the anchor towards the islands. With Delta the mean and v the velocity,
 which is the form of torch.optim.SGD. lr = 1 and mu = 0 replace the anchor by the average of the islands. `OuterSGD` is
 that; `TorchOuter` is any other optimizer of torch's, with Delta as the gradient of the anchor.
 
-Every product and sum of `OuterSGD` is an operation of its own, each rounded as IEEE prescribes. A fused multiply-add
-would be faster by a little, and would round differently on different processors: islands of unlike hardware would drift
-apart.
+Every product and sum of `OuterSGD` is rounded by itself, as IEEE prescribes. A fused multiply-add would round
+differently on different processors: islands of unlike hardware would drift apart.
 """
 
 from __future__ import annotations
@@ -33,18 +32,17 @@ from isles.wire.packing import empty, is_finite, memory_of
 Position = tuple[Tensor, Tensor | None]
 """An anchor and its velocity, if there is momentum."""
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+EXAMPLE = "lambda anchors: torch.optim.AdamW(anchors, lr=0.1)"
+MAKE_OPTIMIZER = f"a function from a list of anchors to a torch.optim.Optimizer, such as {EXAMPLE}"
 
 
 class OuterSGD:
-    """SGD with (Nesterov) momentum on a flat fp32 anchor, in place; the state is the velocity, explicit and per
-    fragment.
-    """
+    """SGD with (Nesterov) momentum on a flat fp32 anchor, in place; its state, the velocity, is the caller's."""
 
     def __init__(self, *, lr: float, momentum: float, nesterov: bool) -> None:
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
         self._spare: dict[int, list[Position]] = defaultdict(list)
-        """Memory that was used before, by the number of values: several times as fast as new memory, which the system
-        has to clear."""
+        """Used memory, by the number of values: several times as fast as new memory, which the system has to clear."""
 
     @classmethod
     def of(cls, method: Method) -> OuterSGD:
@@ -67,8 +65,8 @@ class OuterSGD:
 
     def update_aside(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> Position:
         """The same in other memory, so that it may be done before its time: anchor and velocity after the step."""
-        spare = self._spare[anchor.numel()]
-        new_anchor, new_velocity = spare.pop() if spare else self._room_for(anchor)
+        spare, size = self._spare[anchor.numel()], (anchor.numel(), anchor.device)
+        new_anchor, new_velocity = spare.pop() if spare else (empty(*size), empty(*size) if self.momentum else None)
         if velocity is not None and new_velocity is not None:
             vectors = [anchor, mean, velocity, new_anchor, new_velocity]
             if self.nesterov and _run_kernel("nesterov_into", vectors, self.lr, self.momentum):
@@ -81,31 +79,20 @@ class OuterSGD:
         """Memory for a later `update_aside`."""
         self._spare[anchor.numel()].append((anchor, velocity))
 
-    def _room_for(self, anchor: Tensor) -> Position:
-        room = empty(anchor.numel(), anchor.device)
-        return room, empty(anchor.numel(), anchor.device) if self.momentum else None
-
 
 class TorchOuter:
-    """Any optimizer of torch's as the outer one, made by the user from the anchors of all fragments.
-
-    Where the outer state is offloaded, it works there, in host memory.
-    """
+    """Any optimizer of torch's as the outer one, made by the user from all anchors; it works where these are kept."""
 
     def __init__(self, make: MakeOptimizer, anchors: list[Tensor]) -> None:
         self._make, self._anchors = make, anchors
         self.optimizer = make(list(anchors))
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"outer_optimizer={make!r} made {type(self.optimizer).__name__}: it must be a function from a list of "
-                "anchors to a torch.optim.Optimizer, such as lambda anchors: torch.optim.AdamW(anchors, lr=0.1)"
-            )
+            made = type(self.optimizer).__name__
+            raise ValueError(f"outer_optimizer={make!r} made {made}: it must be {MAKE_OPTIMIZER}")
         held = {id(tensor) for group in self.optimizer.param_groups for tensor in group["params"]}
         if held != {id(anchor) for anchor in anchors}:
-            raise ValueError(
-                "the optimizer that outer_optimizer made does not hold the anchors that it was given, all of them and "
-                "nothing else: make it from its argument, as in lambda anchors: torch.optim.AdamW(anchors, lr=0.1)"
-            )
+            what = "the optimizer that outer_optimizer made does not hold the anchors that it was given"
+            raise ValueError(f"{what}, all of them and nothing else: make it from its argument, as in {EXAMPLE}")
 
     def describe(self) -> str:
         """What has to be the same on all islands."""
@@ -122,48 +109,40 @@ class TorchOuter:
 
     def state_of(self, index: int) -> dict[str, Any]:
         """What the optimizer remembers of a fragment; zeros before its first step, so that there is always the same."""
-        state = self.optimizer.state.get(self._anchors[index])
-        if state:
-            return dict(state)
+        if self.has_stepped(index):
+            return dict(self.optimizer.state[self._anchors[index]])
         anchor = torch.zeros_like(self._anchors[index])
         probe = self._make([anchor])
         anchor.grad = torch.zeros_like(anchor)
         probe.step()
-        return {
-            name: value.zero_() if isinstance(value, Tensor) else value for name, value in probe.state[anchor].items()
-        }
+        return {n: value.zero_() if isinstance(value, Tensor) else value for n, value in probe.state[anchor].items()}
 
     def has_stepped(self, index: int) -> bool:
         return bool(self.optimizer.state.get(self._anchors[index]))
 
     def load_state(self, index: int, state: dict[str, Any]) -> None:
         """Puts the memory of a fragment back; an empty one means that it has not taken a step."""
+        self.optimizer.state.pop(self._anchors[index], None)
         if state:
             self.optimizer.state[self._anchors[index]] = state
-        else:
-            self.optimizer.state.pop(self._anchors[index], None)
 
 
 def outer_gradient(anchor: Tensor, fragment: Fragment, residual: Tensor | None) -> tuple[Tensor, bool]:
     """Delta_m = anchor - theta_m, a new vector, with what error feedback has left; and whether it is finite."""
     delta = empty(anchor.numel(), anchor.device)
-    pairs = fragment.pairs(anchor)
-    if pairs is None:
+    pairs, rooms = fragment.pairs(anchor), fragment.pairs(delta)
+    if pairs is None or rooms is None:
         torch.sub(anchor, fragment.read(), out=delta)
     else:
-        start = 0
-        for theta, part in pairs:
-            torch.sub(part, theta, out=delta[start : start + part.numel()])
-            start += part.numel()
+        for (theta, part), (_, room) in zip(pairs, rooms, strict=True):
+            torch.sub(part, theta, out=room)
     if residual is not None:
         delta += residual
     return delta, is_finite(delta)
 
 
 def encoded_outer_gradient(anchor: Tensor, fragment: Fragment, codec: Codec) -> tuple[Tensor, bool] | None:
-    """Its payload in one pass over memory: Delta_m itself is written nowhere; and whether it is finite. None where that
-    cannot be done (see `isles.wire.fused`).
-    """
+    """Its payload in one pass over memory, and whether it is finite; None where `isles.wire.fused` cannot do that."""
     tensors = fragment.tensors_in_place()
     if tensors is None or not anchor.is_cpu:
         return None
@@ -212,7 +191,5 @@ def _run_kernel(name: str, vectors: Sequence[Tensor], *numbers: float) -> bool:
 
 
 def move_along(fragment: Fragment, old: Tensor, new: Tensor) -> None:
-    """theta_m = theta_m + (anchor_new - anchor_old), for an island whose outer gradient was not in the round: what it has
-    learned is still in anchor - theta, and goes into its next one.
-    """
+    """theta_m = theta_m + (anchor_new - anchor_old): an island that was not in the round keeps its outer gradient."""
     fragment.write(fragment.read() + (new - old))

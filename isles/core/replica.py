@@ -28,21 +28,16 @@ class Replica:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, fragments: list[Fragment], island: Island
     ) -> None:
-        self.optimizer = optimizer
-        self.fragments = fragments
+        self.optimizer, self.fragments, self.island = optimizer, fragments, island
         self._model = unwrap(model)
-        self._island = island
         self._structure = _Structure(self._model)
         self._checked_step = -(1 << 30)
         self._good_buffers: dict[str, Tensor] = {}
         """The float buffers as they were when they were last seen to be finite."""
         self.remember_buffers()
 
-    # ---- what takes part
-
     def check_trainable(self, step: int | None = None, sync_every: int = 1) -> None:
         """Raises ValueError if a parameter has been frozen, unfrozen, replaced or added since the DiLoCo was made.
-
         Given the step, it looks at most eight times in a period: with many small fragments it would show.
         """
         if step is not None and step - self._checked_step < sync_every / 8:
@@ -54,25 +49,21 @@ class Replica:
         now = trainable_parameters(self._model)
         for name in [*then, *(name for name in now if name not in then)]:
             if then.get(name) is not now.get(name):
-                what = "is no longer trainable" if name not in now else "is new or newly trainable"
-                what = "has been replaced" if name in now and name in then else what
-                raise ValueError(
-                    f"the parameter {name} {what} since this DiLoCo was made, and islands would not synchronise it: "
-                    "change the model first, then make the DiLoCo (to go on, close this one and make another)"
-                )
+                what = "has been replaced" if name in then else "is new or newly trainable"
+                what = what if name in now else "is no longer trainable"
+                what = f"the parameter {name} {what} since this DiLoCo was made, and islands would not synchronise it"
+                todo = "change the model first, then make the DiLoCo (to go on, close this one and make another)"
+                raise ValueError(f"{what}: {todo}")
         self._structure = _Structure(self._model)  # what has changed is no affair of ours
 
     # ---- tensors that are not trained here
 
     def frozen(self) -> dict[str, Tensor]:
         """Parameters that no island trains, as this rank holds them."""
-        named = self._model.named_parameters()
-        return {clean_name(name): local(p) for name, p in named if not p.requires_grad}
+        return {clean_name(name): local(p) for name, p in self._model.named_parameters() if not p.requires_grad}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a checkpoint of the model holds; those that a model computes for itself (masks, tables) are
-        left out.
-        """
+        """The buffers that a checkpoint of the model holds, not those that it computes for itself (masks, tables)."""
         named = {clean_name(name): local(buffer) for name, buffer in self._model.named_buffers()}
         kept = {clean_name(name) for name in self._model.state_dict(keep_vars=True)}
         return {name: buffer for name, buffer in named.items() if name in kept}
@@ -98,18 +89,11 @@ class Replica:
         for name, buffer in self.buffers().items():
             if name in self._good_buffers and not is_finite(buffer):
                 buffer.copy_(self._good_buffers[name])
-        # By parameter, in the order of the groups, which is the same on all ranks of the island; which of them have a
-        # state is not.
+        # In the order of the groups, which is the same on all ranks of the island; which of them have a state is not.
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        moments_of = [
-            [
-                local(value)
-                for value in self.optimizer.state.get(parameter, {}).values()
-                if isinstance(value, Tensor) and value.is_floating_point()
-            ]
-            for parameter in parameters
-        ]
-        broken = self._island.any([not all(map(is_finite, moments)) for moments in moments_of])
+        states = [self.optimizer.state.get(parameter, {}).values() for parameter in parameters]
+        moments_of = [[local(v) for v in state if isinstance(v, Tensor) and v.is_floating_point()] for state in states]
+        broken = self.island.any([not all(map(is_finite, moments)) for moments in moments_of])
         for moment in itertools.chain.from_iterable(itertools.compress(moments_of, broken)):
             if moment.dim() > 0:  # a count of steps stays
                 moment.zero_()
@@ -123,11 +107,8 @@ class Replica:
 
             model, optimizer = get_state_dict(self._model, self.optimizer)
             return copy.deepcopy({"model": model, "optimizer": optimizer})
-        return {
-            "parameters": host_copy(self.trained()),
-            "buffers": host_copy(self.buffers()),
-            "optimizer": host_copy(self.optimizer.state_dict()),
-        }
+        optimizer = self.optimizer.state_dict()
+        return host_copy({"parameters": self.trained(), "buffers": self.buffers(), "optimizer": optimizer})
 
     def load_state_dict(self, state: dict[str, Any], sharded: bool = False) -> None:
         """All or nothing: what does not fit is found before anything is changed."""
@@ -148,8 +129,7 @@ class Replica:
 
 
 class _Structure:
-    """Which modules and parameters a model consists of, and which of them are trainable, to be compared in microseconds.
-
+    """Which modules and parameters a model has, and which of them are trainable, to be compared in microseconds.
     FSDP2 puts gathered parameters in the place of its shards now and then, so of those only `requires_grad` counts.
     """
 

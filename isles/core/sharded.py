@@ -1,9 +1,9 @@
 """An island's state in a form that fits any number of ranks, for torch.distributed.checkpoint.
 
 Everything is kept by parameter, in the parameter's own shape and shards (a DTensor where it is one), so that what four
-ranks have saved two can load. What has no shape (step, method, statistics, who took part in a round) is one JSON
-text. Which entries there are does not depend on the step: a round that is not in flight has its place too, with zeros
-in it. So a new DiLoCo's state is the form into which a saved one is loaded:
+ranks have saved two can load. What has no shape (step, method, statistics, who took part in a round) is one JSON text.
+A round that is not in flight has its place too, with zeros in it. So a new DiLoCo's state is the form into which a
+saved one is loaded:
 
     state = diloco.state_dict(sharded=True)
     dcp.save(state, checkpoint_id=folder, process_group=group_of_the_island)        # or dcp.load, and then
@@ -27,12 +27,9 @@ from isles.core.fragments import Fragment
 from isles.core.island import Island, like, local
 from isles.core.outer import TorchOuter
 from isles.core.replica import host_copy
-from isles.core.state import VERSION, OuterState, arrive, load_progress, progress_of
+from isles.core.state import VERSION, OuterState, load_state, progress_of, vectors_of
 from isles.core.stats import Stats
 from isles.wire.codecs import codecs
-from isles.wire.world import Mean
-
-Named = dict[str, Tensor]
 
 
 def save_sharded(
@@ -44,23 +41,18 @@ def save_sharded(
     outer: TorchOuter | None,
 ) -> dict[str, Any]:
     """The outer state of an island; all its ranks call this at the same time. Waits for rounds in flight."""
-    places = rounds_in_flight(about["method"])
-    parts = [_save_fragment(fragment, state, places) for fragment, state in zip(fragments, states, strict=True)]
+    most = about["method"]["delay_rounds"]  # rounds of one fragment in flight after a step: 1 with fresh updates
+    notes, tensors = [], {}
+    for index, (fragment, state) in enumerate(zip(fragments, states, strict=True)):
+        own, note = _save_fragment(fragment, state, most)
+        if outer is not None:
+            note["outer"] = outer.has_stepped(index)
+            own["outer"] = {name: _save_outer(fragment, value) for name, value in outer.state_of(index).items()}
+        notes.append({"names": fragment.names, **note})
+        tensors[str(index)] = own
     counted = dataclasses.asdict(stats)
-    notes = {
-        **about,
-        "stats": dict(zip(counted, island.sum(list(counted.values())), strict=True)),
-        "fragments": [{"names": part.names, **note} for part, (_, note) in zip(fragments, parts, strict=True)],
-    }
-    tensors = {str(index): tensors for index, (tensors, _) in enumerate(parts)}
-    if outer is not None:
-        for index, fragment in enumerate(fragments):
-            notes["fragments"][index]["outer"] = outer.has_stepped(index)
-            tensors[str(index)]["outer"] = {
-                name: _by_name(fragment, value) if _is_vector(fragment, value) else host_copy(value)
-                for name, value in outer.state_of(index).items()
-            }
-    return {"notes": json.dumps(notes), "fragments": tensors}
+    totals = dict(zip(counted, island.sum(list(counted.values())), strict=True))
+    return {"notes": json.dumps({**about, "stats": totals, "fragments": notes}), "fragments": tensors}
 
 
 def load_sharded(
@@ -83,31 +75,22 @@ def load_sharded(
     return Stats(**{name: value if name.endswith("seconds") else int(value) for name, value in share.items()})
 
 
-def _is_vector(fragment: Fragment, value: Any) -> bool:
-    """Whether this is one value for every value of a fragment."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == fragment.numel
-
-
-def rounds_in_flight(method: Mapping[str, Any]) -> int:
-    """The most rounds of one fragment that are under way after a step, whatever an island's overlap."""
-    return 1 if method["update"] == "fresh" else int(method["delay_rounds"])
+def _save_outer(fragment: Fragment, value: Any) -> Any:
+    """What an optimizer remembers of a fragment: by parameter, if it is one value for every value of the fragment."""
+    is_vector = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == fragment.numel
+    return _by_name(fragment, value) if is_vector else host_copy(value)
 
 
 def _save_fragment(fragment: Fragment, state: OuterState, places: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors by parameter, and notes for the JSON text."""
-    tensors: dict[str, Any] = {"anchor": _by_name(fragment, state.anchor)}
-    for name, vector in (("velocity", state.velocity), ("residual", state.residual)):
-        if vector is not None:
-            tensors[name] = _by_name(fragment, vector)
-    rounds = list(state.rounds.items())
-    notes = []
+    tensors: dict[str, Any] = {name: _by_name(fragment, vector) for name, vector in vectors_of(state).items()}
+    rounds, notes, device = list(state.rounds.items()), [], state.anchor.device
     for place in range(places):
         mean = own = torch.zeros_like(state.anchor)
         if place < len(rounds):
             number, sent = rounds[place]
             arrived = sent.handle.wait()
-            mean = arrived.values.to(state.anchor.device)
-            own = sent.decoded(state.anchor.device)
+            mean, own = arrived.values.to(device), sent.decoded(device)
             weights = {str(rank): weight for rank, weight in arrived.weights.items()}
             notes.append({"round": number, "share": sent.share, "weights": weights})
         tensors[f"mean {place}"], tensors[f"own {place}"] = _by_name(fragment, mean), _by_name(fragment, own)
@@ -115,18 +98,14 @@ def _save_fragment(fragment: Fragment, state: OuterState, places: int) -> tuple[
 
 
 def _load_fragment(fragment: Fragment, state: OuterState, tensors: Mapping[str, Any], note: dict[str, Any]) -> None:
-    state.anchor.copy_(_flat(fragment, tensors["anchor"]))
-    for name, vector in (("velocity", state.velocity), ("residual", state.residual)):
-        if vector is not None:
-            vector.copy_(_flat(fragment, tensors[name]))
-    load_progress(state, note)
-    state.rounds.clear()
-    exact = codecs["fp32"]
+    """By way of the plain form, with own outer gradients in fp32."""
+    rounds = []
     for place, flight in enumerate(note["rounds"]):
-        weights = {int(rank): weight for rank, weight in flight["weights"].items()}
-        mean = Mean(_flat(fragment, tensors[f"mean {place}"]).cpu(), weights)
-        body = exact.encode(_flat(fragment, tensors[f"own {place}"]).cpu())
-        arrive(state, flight, exact, body, mean)
+        mean, own = (_flat(fragment, tensors[f"{which} {place}"]).cpu() for which in ("mean", "own"))
+        result = {"mean": mean, "weights": {int(rank): weight for rank, weight in flight["weights"].items()}}
+        rounds.append({**flight, "codec": "fp32", "body": codecs["fp32"].encode(own), **result})
+    vectors = {name: _flat(fragment, tensors[name]) for name in vectors_of(state)}
+    load_state(state, {**note, **vectors, "rounds": rounds})
 
 
 def read_notes(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,10 +116,10 @@ def read_notes(state: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"this is not a sharded state of isles.DiLoCo (version {VERSION})") from None
-    return notes  # type: ignore[no-any-return]
+    return notes
 
 
-def _by_name(fragment: Fragment, flat: Tensor) -> Named:
+def _by_name(fragment: Fragment, flat: Tensor) -> dict[str, Tensor]:
     parts = zip(fragment.names, fragment.parameters, fragment.unflatten(flat), strict=True)
     return {name: like(parameter, values.clone()) for name, parameter, values in parts}
 

@@ -1,13 +1,11 @@
 """What an island keeps for each fragment besides its weights, and how that is saved.
 
 The anchor, the outer optimizer's velocity, what the codec lost, and the rounds in flight. A round in flight is saved
-as its result: saving waits for the mean to arrive, which the other islands have sent or are about to, and a resumed
-run finds it already there.
+as its result: saving waits for the mean, and a resumed run finds it already there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,7 @@ from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.core.outer import Position
 from isles.core.replica import host_copy
-from isles.wire.codecs import Codec, codecs
+from isles.wire.codecs import codecs
 from isles.wire.world import Arrived, Handle, Mean, Payload
 
 VERSION = 3
@@ -60,26 +58,13 @@ class OuterState:
     """The weights were not finite and were reset in the middle of this round, so it does not count."""
 
 
+VECTORS = ("anchor", "velocity", "residual")
 PROGRESS = ("sent_step", "outer_steps", "was_reset")
 
 
-def save_state(fragment: Fragment, state: OuterState) -> dict[str, Any]:
-    """A copy of a fragment's outer state on the CPU, made of plain values and tensors."""
-    rounds = []
-    for number, sent in state.rounds.items():
-        mean = sent.handle.wait()
-        rounds.append(
-            {
-                "round": number,
-                "share": sent.share,
-                "codec": sent.payload.codec.name,
-                "body": host_copy(sent.payload.body),
-                "mean": host_copy(mean.values),
-                "weights": dict(mean.weights),
-            }
-        )
-    tensors = {"anchor": state.anchor, "velocity": state.velocity, "residual": state.residual}
-    return {"names": list(fragment.names), **host_copy(tensors), **progress_of(state), "rounds": rounds}
+def vectors_of(state: OuterState) -> dict[str, Tensor]:
+    """The vectors that a state has."""
+    return {name: vector for name in VECTORS if (vector := getattr(state, name)) is not None}
 
 
 def progress_of(state: OuterState) -> dict[str, Any]:
@@ -93,25 +78,28 @@ def load_progress(state: OuterState, saved: dict[str, Any]) -> None:
         setattr(state, name, saved[name])
 
 
+def save_state(fragment: Fragment, state: OuterState) -> dict[str, Any]:
+    """A copy of a fragment's outer state on the CPU, made of plain values and tensors."""
+    rounds = []
+    for number, sent in state.rounds.items():
+        own = {"share": sent.share, "codec": sent.payload.codec.name, "body": sent.payload.body}
+        mean = sent.handle.wait()
+        rounds.append({"round": number, **own, "mean": mean.values, "weights": mean.weights})
+    vectors = {name: getattr(state, name) for name in VECTORS}
+    return host_copy({"names": fragment.names, **vectors, **progress_of(state), "rounds": rounds})
+
+
 def load_state(state: OuterState, saved: dict[str, Any]) -> None:
-    """Puts a saved copy back."""
-    state.anchor.copy_(saved["anchor"])
-    for mine, theirs in ((state.velocity, saved["velocity"]), (state.residual, saved["residual"])):
-        if mine is not None:
-            mine.copy_(theirs)
+    """Puts a saved copy back. The results of rounds in flight are there already."""
+    for name, vector in vectors_of(state).items():
+        vector.copy_(saved[name])
     load_progress(state, saved)
     state.rounds.clear()
     for flight in saved["rounds"]:
-        mean = Mean(flight["mean"].clone(), dict(flight["weights"]))
-        arrive(state, flight, codecs[flight["codec"]], flight["body"], mean)
-
-
-def arrive(state: OuterState, flight: Mapping[str, Any], codec: Codec, body: Tensor, mean: Mean) -> None:
-    """Puts back a round in flight whose result is there."""
-    number = flight["round"]
-    sent = state.rounds[number] = Sent(flight["share"])
-    sent.payload = Payload(0, number, codec, state.anchor.numel(), 0.0, body)
-    sent.handle = Arrived(mean)
+        number, codec = flight["round"], codecs[flight["codec"]]
+        sent = state.rounds[number] = Sent(flight["share"])
+        sent.payload = Payload(0, number, codec, state.anchor.numel(), 0.0, flight["body"])
+        sent.handle = Arrived(Mean(flight["mean"].clone(), dict(flight["weights"])))
 
 
 def check_saved(
@@ -121,24 +109,19 @@ def check_saved(
     wanted = {"version", "island", "method", "step", "total_weight", "outer_optimizer", "stats", "fragments"}
     if not isinstance(state, dict) or not wanted <= state.keys() or state["version"] != VERSION:
         raise ValueError(f"this is not a state of isles.DiLoCo (version {VERSION})")
-    mine, theirs = method.as_dict(), state["method"]
-    different = [
-        f"{name}={theirs.get(name)!r} there, {mine[name]!r} here" for name in mine if theirs.get(name) != mine[name]
-    ]
+    pairs = ((name, state["method"].get(name), here) for name, here in method.as_dict().items())
+    different = [f"{name}={there!r} there, {here!r} here" for name, there, here in pairs if there != here]
     if state.get("overlap", overlap) != overlap:
         different.append(f"this island's overlap={state['overlap']} there, {overlap} here")
     if state["outer_optimizer"] != outer_optimizer:
         names = [name or "the method's own" for name in (state["outer_optimizer"], outer_optimizer)]
         different.append(f"the outer optimizer is {names[0]} there, {names[1]} here")
     if different:
-        raise ValueError(
-            f"the checkpoint was made with another method ({'; '.join(different)}): resume with the same one"
-        )
-    same = len(fragments) == len(state["fragments"]) and all(
-        saved["names"] == own.names and ("anchor" not in saved or saved["anchor"].numel() == own.numel)
-        for saved, own in zip(state["fragments"], fragments, strict=True)
-    )
-    if not same:
+        what = f"the checkpoint was made with another method ({'; '.join(different)})"
+        raise ValueError(f"{what}: resume with the same one")
+    saved_sizes = [each["anchor"].numel() for each in state["fragments"] if "anchor" in each]
+    other_names = [each["names"] for each in state["fragments"]] != [each.names for each in fragments]
+    if other_names or (saved_sizes and saved_sizes != [each.numel for each in fragments]):
         raise ValueError("the checkpoint is of another model: its parameters have other names or sizes")
     if method.update == "eager" and state["island"] != rank:
         whose = f"the checkpoint is of island {state['island']}, this is island {rank}"

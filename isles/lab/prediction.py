@@ -95,9 +95,14 @@ def predicted(
 
 
 def _closing_bytes(config: Event, method: Method | None, islands: int, reduction: Reduction) -> int:
-    """What all islands send after the last step: with eager updates they average their anchors once, in fp32."""
-    if method is None or method.update != "eager":
+    """What all islands send after the last step: a closing round of the fragments that were not sent at that step; with
+    eager updates they also average their anchors once, in fp32.
+    """
+    if method is None:
         return 0
     sizes = [int(each["numel"]) for each in config["fragments"]]
-    rounds = [fragment_round(numel, "fp32", islands, reduction=reduction, coding=Coding.free()) for numel in sizes]
+    sent = {due.fragment for due in Schedule.of(method, len(sizes)).sends(int(config["config"]["steps"]))}
+    last = [(numel, method.codec) for index, numel in enumerate(sizes) if index not in sent]
+    last += [(numel, "fp32") for numel in sizes if method.update == "eager"]
+    rounds = [fragment_round(*each, islands, reduction=reduction, coding=Coding.free()) for each in last]
     return islands * sum(each.num_bytes for each in rounds)

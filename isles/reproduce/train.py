@@ -166,6 +166,7 @@ class Run:
                 with diloco.global_model():
                     seen["outer_loss"] = self._loss(model, self.tokens, most)
         if diloco is not None and self.job.similarity:
+            world.gather(b"")  # everybody has sent its last round
             offsets, every = diloco.schedule.offsets, diloco.schedule.sync_every
             seen["cosines"] = [
                 [fragment, offsets[fragment] + (number - (offsets[fragment] > 0)) * every, round(cosine, 5)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from isles.wire import fused
-from isles.wire.packing import empty, is_finite
+from isles.wire.packing import empty, from_bytes, is_finite, pack_codes, scale_of, to_bytes, unpack_codes
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class Codec:
     name: str
     block: int
     stochastic: bool = False
-
-    sparse: ClassVar[bool] = False
-    """Most values are not sent: encoding a mean of such payloads again would lose most of it."""
+    sparse: ClassVar[bool] = False  # most values are not sent: encoding a mean of payloads again would lose most of it
 
     @property
     def block_bytes(self) -> int:
@@ -79,8 +77,7 @@ class Codec:
         flat = values.detach().reshape(-1).float().contiguous()
         if out is None:
             out = torch.empty(self.num_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
-        else:
-            self._check_payload(out, flat.numel())
+        self._check_payload(out, flat.numel())
         finite = fused.encode(self, flat, out)
         if finite is None:
             finite = is_finite(flat)
@@ -132,10 +129,8 @@ class Codec:
         return finite
 
     def _blocks(self, flat: Tensor) -> Tensor:
-        rows = -(-flat.numel() // self.block)
-        if flat.numel() < rows * self.block:
-            flat = torch.cat([flat, flat.new_zeros(rows * self.block - flat.numel())])
-        return flat.view(rows, self.block)
+        missing = -flat.numel() % self.block
+        return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(-1, self.block)
 
     def _unpacked(self, payload: Tensor, numel: int) -> Tensor:
         return self.unpack(payload.view(-1, self.block_bytes)).reshape(-1)[:numel]
@@ -143,8 +138,42 @@ class Codec:
     def _check_payload(self, payload: Tensor, numel: int) -> None:
         if payload.dtype != torch.uint8:
             raise ValueError(f"a payload is a uint8 tensor, not {payload.dtype}")
-        if payload.numel() != self.num_bytes(numel):
-            raise ValueError(
-                f"this payload has {payload.numel()} bytes, but {numel} values in {self.name} take "
-                f"{self.num_bytes(numel)}: truncated, or of another codec or length"
-            )
+        if payload.numel() != (wanted := self.num_bytes(numel)):
+            found = f"this payload has {payload.numel()} bytes, but {numel} values in {self.name} take {wanted}"
+            raise ValueError(f"{found}: truncated, or of another codec or length")
+
+
+@dataclass(frozen=True)
+class ScaledCodec(Codec):
+    """Blocks with one scale each, in bf16; behind it the values in units of the scale, as codes of so many bits."""
+
+    bits: int = 8
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 + self.block * self.bits // 8
+
+    @property
+    def limit(self) -> int:
+        """The largest magnitude in units of the scale; here that of signed integers."""
+        return (1 << self.bits - 1) - 1
+
+    def scale(self, blocks: Tensor) -> Tensor:
+        """[rows, 1] bf16: what one is worth."""
+        return scale_of(blocks, self.limit, self.stochastic)
+
+    def to_codes(self, scaled: Tensor, blocks: Tensor) -> Tensor:
+        """uint8 of values in units of the scale; stochastic rounding also looks at the values themselves."""
+        raise NotImplementedError
+
+    def from_codes(self, codes: Tensor) -> Tensor:
+        """fp32 of codes, one in a byte, in units of the scale; the bits of the byte above the code are zero."""
+        raise NotImplementedError
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        scale = self.scale(blocks)
+        scaled = blocks / torch.where(scale > 0, scale.float(), 1.0)  # zero: they are too small to matter, in any unit
+        return torch.cat([to_bytes(scale), pack_codes(self.to_codes(scaled, blocks), self.bits)], dim=1)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        return self.from_codes(unpack_codes(rows[:, 2:], self.bits)) * from_bytes(rows[:, :2], torch.bfloat16).float()

@@ -1,9 +1,8 @@
 """Loops in one pass over memory: tensors in front, the kernels of `isles.wire.kernels`, compiled by numba, behind.
 
 What codecs do is written twice: in PyTorch, which is the definition and runs everywhere, and as kernels for the CPU.
-Both give the same bits, so it never matters which one runs, only how fast. `Codec.encode`, `decode` and `accumulate` ask
-here first. The answer is None where a kernel does not apply: it is not compiled, the codec has none, or the tensor is
-not plain memory of the CPU. Then PyTorch does the work.
+Both give the same bits. `Codec.encode`, `decode` and `accumulate` ask here first. The answer is None where a kernel
+does not apply (not compiled, none for this codec, or not plain memory of the CPU); then PyTorch does the work.
 
 `warm_up` compiles, or loads from numba's cache on disk, before training begins; nothing else does. Without numba, or
 with ISLES_FUSED=0 in the environment, there are no kernels, and one line in the log says so. Any number of threads may
@@ -30,21 +29,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("isles")
 ROW = 128
+GROUPS, OUTER = ("fp32", "bf16", "int8", "int4", "e3m0"), "outer"
+"""Kernels come in groups: one for each of these codecs, and one for the outer step."""
 STORED: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(np.uint16)}
 """What a payload is made of, where that is not bytes."""
-GROUPS = ("fp32", "bf16", "int8", "int4", "e3m0")
-"""Kernels come in groups: one for each of these codecs, and one for the outer step."""
-OUTER = "outer"
 
 Kernels = Mapping[str, Callable[..., Any]]
 _ready: dict[str, Kernels] = {}
 _said: set[str] = set()
 _lock = threading.Lock()
-_rows: list[Array] = []
-"""Memory for a row, which nobody uses at the moment."""
-
-
-# ---- compiling
 
 
 def kernels(group: str) -> Kernels | None:
@@ -53,10 +46,7 @@ def kernels(group: str) -> Kernels | None:
 
 
 def warm_up(groups: Collection[str] | None = None) -> bool:
-    """Compiles the kernels of all groups, or of some, and returns whether they are ready. A second call costs nothing.
-
-    Groups may be the `kernels` of codecs: the empty name, of those that have none, is passed over.
-    """
+    """Compiles the kernels of all groups, or of some ("" means none), once; returns whether they are ready."""
     known = (*GROUPS, OUTER)
     wanted = set(known if groups is None else groups) - {""}
     if unknown := sorted(wanted - set(known)):
@@ -87,17 +77,13 @@ def _compile(group: str) -> Kernels:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Decorator: a function for numba. It runs without the GIL, and rounds as written: no fused multiply-add.
-
-    The cache is beside the module, or in the user's cache directory where that cannot be written; where neither can be,
-    every process compiles for itself.
-    """
+    """Decorator: a function for numba. It runs without the GIL, and rounds as written: no fused multiply-add."""
     import numba
 
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
     try:
         return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no place for a cache
+    except RuntimeError:  # neither here nor in the user's cache directory can files be written: no cache
         return numba.njit(**options)(function)
 
 
@@ -108,73 +94,51 @@ def _say(level: int, line: str) -> None:
         logger.log(level, line)
 
 
-# ---- codecs
-
-
 def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:
     """Writes the payload of a flat fp32 tensor; returns whether all values are finite."""
     group = None if codec.stochastic else kernels(codec.kernels)
-    if group is None:
-        return None
     given, stored = memory_of(values), _stored(codec, payload)
-    if given is None or stored is None:
+    if group is None or given is None or stored is None:
         return None
-    return group["encode"](given, stored)  # type: ignore[no-any-return]
+    return group["encode"](given, stored)
 
 
 def encode_difference(codec: Codec, anchor: Tensor, thetas: Sequence[Tensor], payload: Tensor) -> bool | None:
-    """Writes the payload of anchor - theta, theta being several tensors one after the other; returns whether all of it
-    is finite.
-    """
+    """Writes the payload of anchor - theta, theta being several tensors in a row; returns whether all is finite."""
     group = None if codec.stochastic else kernels(codec.kernels)
-    if group is None:
-        return None
     whole, stored = memory_of(anchor), _stored(codec, payload)
     parts = [part for theta in thetas if (part := memory_of(theta)) is not None]
-    if whole is None or stored is None or len(parts) < len(thetas):
+    if group is None or whole is None or stored is None or len(parts) < len(thetas):
         return None
-    encode, finite, first = group["encode_difference"], True, 0
-    try:
-        row = _rows.pop()
-    except IndexError:  # all of them are in use
-        row = np.empty((1, ROW), np.float32)
+    finite, first, row = True, 0, np.empty((1, ROW), np.float32)
     for part in parts:
-        finite &= encode(whole, part, first, row, stored)
+        finite &= group["encode_difference"](whole, part, first, row, stored)
         first += len(part)
-    _rows.append(row)
     assert first == len(whole)
     return finite
 
 
 def decode(codec: Codec, payload: Tensor, values: Tensor) -> bool:
     """Writes the values of a payload; returns whether it did."""
-    return _merge(codec, payload, values, 1.0, fresh=True, start=-0.0, divisor=1.0) is not None
+    return merge(codec, payload, values, 1.0, fresh=True, divisor=1.0, start=-0.0) is not None
 
 
-def merge(codec: Codec, payload: Tensor, into: Tensor, weight: float, fresh: bool, divisor: float) -> bool | None:
-    """into = (into + weight * decoded) / divisor, where `fresh` takes into as zero; returns whether all is finite."""
-    return _merge(codec, payload, into, weight, fresh, 0.0, divisor)
-
-
-def _merge(
-    codec: Codec, payload: Tensor, into: Tensor, weight: float, fresh: bool, start: float, divisor: float
+def merge(
+    codec: Codec, payload: Tensor, into: Tensor, weight: float, fresh: bool, divisor: float, start: float = 0.0
 ) -> bool | None:
-    group = kernels(codec.kernels)
-    target = None if group is None else memory_of(into)
+    """into = (into + weight * decoded) / divisor, `start` for into where `fresh`; returns whether all is finite."""
+    group, target = kernels(codec.kernels), memory_of(into)
     if group is None or target is None:
         return None
     stored = _stored(codec, payload)
     if stored is None:  # maybe a piece of a longer buffer, at an odd address: a copy of it begins where it should
         stored = _stored(codec, payload.clone())
-        if stored is None:
-            return None
-    return group["merge"](stored, target, weight, fresh, start, divisor)  # type: ignore[no-any-return]
+    return None if stored is None else group["merge"](stored, target, weight, fresh, start, divisor)
 
 
 def _stored(codec: Codec, payload: Tensor) -> Array | None:
     """A payload as an array of what it is made of; None if it is not plain memory, or begins at an odd address."""
-    given = memory_of(payload, torch.uint8)
-    kind = STORED.get(codec.kernels)
+    given, kind = memory_of(payload, torch.uint8), STORED.get(codec.kernels)
     if given is None or kind is None:
         return given
     return given.view(kind) if payload.data_ptr() % kind.itemsize == 0 else None

@@ -1,10 +1,9 @@
 """The codecs of `isles.wire.codecs` as loops: one pass over memory each way.
 
 Read `codecs.py` first: it defines every byte and every rounding, and what is here does the same. A codec is a pair of
-functions on one value, `to_...` and `from_...`, in units of the block's scale; around them is a pair on rows of 128
-values, `encode_row_...` and `decode_row_...`: two codes in a byte (the first half of the row low, the second half high,
-so that loads and stores are contiguous), one code in a byte, or a format without a scale. The kernels go through flat
-arrays row by row, and are the same for all codecs:
+functions on one value, `_to_...` and `_from_...`, in units of the block's scale. Around them is a pair on rows of 128
+values, with a scale or without. Two codes in a byte are the first half of the row, low, and the second half, high, so
+that loads and stores are contiguous. The kernels go through flat arrays row by row, and are the same for all codecs:
 
     encode(values, payload)                                -> finite
     encode_difference(anchor, theta, first, row, payload)  -> finite
@@ -13,13 +12,12 @@ arrays row by row, and are the same for all codecs:
 `encode_difference` encodes anchor - theta, which is written nowhere. Theta comes tensor by tensor, each with the place
 `first` where it begins in the anchor; values of a row that a tensor leaves unfinished are kept in `row` for the next.
 
-`merge` is decoding, adding up and averaging in one: into = (into + weight * decoded) / divisor; when `fresh`, into is
-not read, and `start` stands for it. With start = -0.0 and weight = divisor = 1, what is merged is the decoded value
-itself, its sign included. All kernels look at every value anyway, so they also say whether all were finite. A last row
-that is not full is filled up with zeros, as the codecs do it with their last block.
+`merge` is decoding, adding up and averaging in one: into = (into + weight * decoded) / divisor; when `fresh`, `start`
+stands for into. With start = -0.0 and weight = divisor = 1, the result is the decoded value, its sign included.
 
-Arithmetic of numba on 32-bit integers is in 64 bits until it is cast back; the casts are what lets LLVM use vectors
-of 32-bit lanes. Everything is in this file because numba's cache looks at the age of this file alone.
+All kernels say whether all values were finite. A last row that is not full is filled up with zeros, as in the codecs.
+numba computes with 32-bit integers in 64 bits until they are cast back; the casts let LLVM use vectors of 32-bit lanes.
+Everything is in this file because numba's cache looks at the age of this file alone.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -30,21 +28,26 @@ import types
 from typing import Any
 
 import numpy as np
-from numpy import float32, int8, int32, uint8, uint16, uint32
+from numpy import float32, int32, uint8, uint16, uint32
 
-from isles.wire.fused import kernel
+from isles.wire.fused import ROW, kernel
 from isles.wire.packing import largest_scale
 
-ROW = 128
-HALF = 64
-MAGNITUDE = 0x7FFFFFFF
-INFINITY = 0x7F800000
-SMALLEST_SCALE = float32(2.0**-120)
-ONE, ZERO = float32(1), float32(0)
-LARGEST_SCALE_1, LARGEST_SCALE_7, LARGEST_SCALE_127 = map(largest_scale, (1, 7, 127))
+HALF = ROW // 2
+MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000  # bits of fp32
+ONE, ZERO, SMALLEST_SCALE = float32(1), float32(0), float32(2.0**-120)
+
+# Functions that use these names are templates: `_kernels_of` makes a copy for each codec, with the names filled in.
+TO: Any = None  # a value to its code
+FROM: Any = None  # and back
+LIMIT = 1  # the largest value in units of the scale
+LARGEST_SCALE = 0.0
+WIDTH = ROW  # of a row in the payload
+ENCODE_ROW: Any = None
+DECODE_ROW: Any = None
 
 
-# ---- bits
+# ---- one value, to a code and back
 
 
 @kernel
@@ -63,18 +66,6 @@ def _magnitude_of(value):
 
 
 @kernel
-def _largest_of(values, r):
-    """The bits of the largest magnitude in row r; those of infinity and of NaN are larger than all others."""
-    largest = uint32(0)
-    for j in range(ROW):
-        largest = max(largest, _magnitude_of(values[r, j]))
-    return largest
-
-
-# ---- one value, to a code and back
-
-
-@kernel
 def _to_bf16(value):
     bits = min(_magnitude_of(value), uint32(0x7F7F0000))
     rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32(uint32(bits >> uint32(16)) & uint32(1))) >> uint32(16))
@@ -86,33 +77,25 @@ def _from_bf16(code):
     return _float_of(uint32(code) << uint32(16))
 
 
-@kernel
-def _to_integer(value, limit):
+def _to_integer(value):
     """To the nearest, ties to even: what 1.5 * 2^23 + value rounds to has that integer in its last bits."""
     whole = int32(int32(_bits_of(value + float32(12582912.0))) - int32(0x4B400000))
-    return min(max(whole, int32(-limit)), int32(limit))
+    return uint32(min(max(whole, int32(-LIMIT)), int32(LIMIT)))
 
 
-@kernel
-def _to_int4(value):
-    return uint32(uint32(_to_integer(value, 7)) & uint32(15))
+def _from_integer(code):
+    """The last bits of a code in two's complement: 8 of them if the limit is 127, 4 if it is 7."""
+    bits, sign = uint32(2 * LIMIT + 1), int32(LIMIT + 1)
+    return float32(int32(int32(int32(code & bits) ^ sign) - sign))
 
 
-@kernel
-def _from_int4(code):
-    return float32(int32(int32(code ^ uint32(8)) - int32(8)))
-
-
-@kernel
 def _to_e3m0(value):
     magnitude = int32(_magnitude_of(value))
     code = int32(int32(int32(magnitude + int32(1 << 22)) >> int32(23)) - int32(120))
-    code = max(code, int32(magnitude >= int32(120 << 23)))
-    code = min(max(code, int32(0)), int32(7))
+    code = min(max(code, int32(magnitude >= int32(120 << 23))), int32(7))
     return uint32(uint32(code) | uint32(uint32(_bits_of(value) >> uint32(28)) & uint32(8)))
 
 
-@kernel
 def _from_e3m0(code):
     exponent = uint32(code & uint32(7))
     bits = uint32(uint32(exponent + uint32(120)) << uint32(23)) if exponent else uint32(0)
@@ -123,109 +106,54 @@ def _from_e3m0(code):
 
 
 @kernel
-def _write_scale(largest, limit, largest_scale, payload, p):
-    """Puts the scale in front of the row, and returns what to divide by."""
-    scale = _float_of(largest) / float32(limit)
-    scale = ZERO if scale < SMALLEST_SCALE else min(scale, float32(largest_scale))
-    code = _to_bf16(scale)
+def _largest_of(values, r):
+    """The bits of the largest magnitude in row r; those of infinity and of NaN are larger than all others."""
+    largest = uint32(0)
+    for j in range(ROW):
+        largest = max(largest, _magnitude_of(values[r, j]))
+    return largest
+
+
+def _encode_row(values, v, payload, p):
+    for j in range(ROW):
+        payload[p, j] = TO(values[v, j])
+    return _largest_of(values, v) < INFINITY
+
+
+def _decode_row(payload, p, row):
+    for j in range(ROW):
+        row[0, j] = FROM(payload[p, j])
+
+
+def _encode_row_scaled(values, v, payload, p):
+    largest = _largest_of(values, v)
+    scale = _float_of(largest) / float32(LIMIT)
+    code = _to_bf16(ZERO if scale < SMALLEST_SCALE else min(scale, float32(LARGEST_SCALE)))
     payload[p, 0], payload[p, 1] = uint8(code), uint8(code >> uint16(8))
-    return _from_bf16(code) if code else ONE
-
-
-@kernel
-def _read_scale(payload, p):
-    return _from_bf16(uint32(payload[p, 0]) | uint32(uint32(payload[p, 1]) << uint32(8)))
-
-
-@kernel
-def _encode_row_e3m0(values, v, payload, p):
-    largest = _largest_of(values, v)
-    scale = _write_scale(largest, 1, LARGEST_SCALE_1, payload, p)
-    for j in range(HALF):
-        low, high = _to_e3m0(values[v, j] / scale), _to_e3m0(values[v, HALF + j] / scale)
-        payload[p, 2 + j] = uint8(low | high << uint32(4))
+    scale = _from_bf16(code) if code else ONE
+    for j in range(WIDTH - 2):
+        if WIDTH < ROW:  # two codes in a byte
+            low, high = TO(values[v, j] / scale), TO(values[v, HALF + j] / scale)
+            payload[p, 2 + j] = uint8(low & uint32(15) | high << uint32(4))
+        else:
+            payload[p, 2 + j] = uint8(TO(values[v, j] / scale))
     return largest < INFINITY
 
 
-@kernel
-def _decode_row_e3m0(payload, p, row):
-    scale = _read_scale(payload, p)
-    for j in range(HALF):
+def _decode_row_scaled(payload, p, row):
+    scale = _from_bf16(uint32(payload[p, 0]) | uint32(uint32(payload[p, 1]) << uint32(8)))
+    for j in range(WIDTH - 2):
         code = uint32(payload[p, 2 + j])
-        row[0, j] = _from_e3m0(code) * scale
-        row[0, HALF + j] = _from_e3m0(uint32(code >> uint32(4))) * scale
-
-
-@kernel
-def _encode_row_int4(values, v, payload, p):
-    largest = _largest_of(values, v)
-    scale = _write_scale(largest, 7, LARGEST_SCALE_7, payload, p)
-    for j in range(HALF):
-        low, high = _to_int4(values[v, j] / scale), _to_int4(values[v, HALF + j] / scale)
-        payload[p, 2 + j] = uint8(low | high << uint32(4))
-    return largest < INFINITY
-
-
-@kernel
-def _decode_row_int4(payload, p, row):
-    scale = _read_scale(payload, p)
-    for j in range(HALF):
-        code = uint32(payload[p, 2 + j])
-        row[0, j] = _from_int4(uint32(code & uint32(15))) * scale
-        row[0, HALF + j] = _from_int4(uint32(code >> uint32(4))) * scale
-
-
-@kernel
-def _encode_row_int8(values, v, payload, p):
-    largest = _largest_of(values, v)
-    scale = _write_scale(largest, 127, LARGEST_SCALE_127, payload, p)
-    for j in range(ROW):
-        payload[p, 2 + j] = uint8(_to_integer(values[v, j] / scale, 127))
-    return largest < INFINITY
-
-
-@kernel
-def _decode_row_int8(payload, p, row):
-    scale = _read_scale(payload, p)
-    for j in range(ROW):
-        row[0, j] = float32(int8(payload[p, 2 + j])) * scale
-
-
-@kernel
-def _encode_row_bf16(values, v, payload, p):
-    for j in range(ROW):
-        payload[p, j] = _to_bf16(values[v, j])
-    return _largest_of(values, v) < INFINITY
-
-
-@kernel
-def _decode_row_bf16(payload, p, row):
-    for j in range(ROW):
-        row[0, j] = _from_bf16(uint32(payload[p, j]))
-
-
-@kernel
-def _encode_row_fp32(values, v, payload, p):
-    for j in range(ROW):
-        payload[p, j] = values[v, j]
-    return _largest_of(values, v) < INFINITY
-
-
-@kernel
-def _decode_row_fp32(payload, p, row):
-    for j in range(ROW):
-        row[0, j] = payload[p, j]
+        row[0, j] = FROM(code) * scale
+        if WIDTH < ROW:
+            row[0, HALF + j] = FROM(uint32(code >> uint32(4))) * scale
 
 
 @kernel
 def _merge_row(row, into, r, weight, fresh, start, divisor):
     """One row of `merge`, decoded already; every operation is rounded by itself."""
-    if fresh:
-        for j in range(ROW):
-            into[r, j] = start + row[0, j] * weight
-    else:
-        for j in range(ROW):
-            into[r, j] = into[r, j] + row[0, j] * weight
+    for j in range(ROW):
+        into[r, j] = (start if fresh else into[r, j]) + row[0, j] * weight
     if divisor != ONE:
         for j in range(ROW):
             into[r, j] = into[r, j] / divisor
@@ -244,13 +172,6 @@ def _copy(source, at, target, to):
     """As much as there is, and as there is room for. (Assigning slices would do, but takes the compiler seconds.)"""
     for j in range(min(source.shape[0] - at, target.shape[0] - to)):
         target[to + j] = source[at + j]
-
-
-# ---- kernels, for any codec: the names in capitals are filled in by `_kernels_of`
-
-ENCODE_ROW: Any = None
-DECODE_ROW: Any = None
-WIDTH = ROW
 
 
 def _encode(values, payload):
@@ -339,41 +260,42 @@ def _mix(theta, anchor, first, alpha):
         theta[i] = theta[i] * kept + anchor_here[i] * taken
 
 
-def _kernels_of(codec: str, stored: str, width: int) -> dict[str, tuple[Any, str]]:
-    """The kernels of one codec, with their signatures; a row of it is so many of what its payloads are made of.
+def _kernels_of(codec: str, stored: str, width: int, to: Any, back: Any, limit: int = 0) -> dict[str, tuple[Any, str]]:
+    """The kernels of one codec, with their signatures: `width` of type `stored` are a row; a limit means a scale.
 
-    They are copies of the functions above that find its rows under the names in capitals. A function that returns
+    They are copies of the functions above that find other things under the names in capitals. A function that returns
     functions would be the usual way, but numba does not find those in its cache again.
     """
-    rows = {"ENCODE_ROW": globals()[f"_encode_row_{codec}"], "DECODE_ROW": globals()[f"_decode_row_{codec}"]}
+    names = {"TO": to, "FROM": back, "LIMIT": limit, "WIDTH": width}
 
     def filled_in(function: Any) -> Any:
-        copy = types.FunctionType(function.__code__, {**globals(), **rows, "WIDTH": width})
+        copy = types.FunctionType(function.__code__, {**globals(), **names})
         copy.__qualname__ = f"{function.__name__}_{codec}"  # a name of its own in the cache
         return kernel(copy)
 
-    payload, vector, table = f"{stored}[::1]", "float32[::1]", "float32[:, ::1]"
-    numbers = "float64, boolean, float64, float64"
+    if limit:
+        names["LARGEST_SCALE"] = largest_scale(limit)
+        names["TO"], names["FROM"] = filled_in(to), filled_in(back)
+    names["ENCODE_ROW"] = filled_in(_encode_row_scaled if limit else _encode_row)
+    names["DECODE_ROW"] = filled_in(_decode_row_scaled if limit else _decode_row)
+    payload, vector = f"{stored}[::1]", "float32[::1]"
+    difference = f"{vector}, {vector}, int64, float32[:, ::1], {payload}"
     return {
         "encode": (filled_in(_encode), f"boolean({vector}, {payload})"),
-        "encode_difference": (
-            filled_in(_encode_difference),
-            f"boolean({vector}, {vector}, int64, {table}, {payload})",
-        ),
-        "merge": (filled_in(_merge), f"boolean({payload}, {vector}, {numbers})"),
+        "encode_difference": (filled_in(_encode_difference), f"boolean({difference})"),
+        "merge": (filled_in(_merge), f"boolean({payload}, {vector}, float64, boolean, float64, float64)"),
     }
 
 
-_VECTORS = ", ".join(["float32[::1]"] * 3)
 KERNELS = {
     "outer": {
-        "nesterov": (_nesterov, f"void({_VECTORS}, float64, float64)"),
-        "nesterov_into": (_nesterov_into, f"void({_VECTORS}, float32[::1], float32[::1], float64, float64)"),
+        "nesterov": (_nesterov, "void(" + "float32[::1], " * 3 + "float64, float64)"),
+        "nesterov_into": (_nesterov_into, "void(" + "float32[::1], " * 5 + "float64, float64)"),
         "mix": (_mix, "void(float32[::1], float32[::1], int64, float64)"),
     },
-    "fp32": _kernels_of("fp32", "float32", ROW),
-    "bf16": _kernels_of("bf16", "uint16", ROW),
-    "int8": _kernels_of("int8", "uint8", 2 + ROW),
-    "int4": _kernels_of("int4", "uint8", 2 + HALF),
-    "e3m0": _kernels_of("e3m0", "uint8", 2 + HALF),
+    "fp32": _kernels_of("fp32", "float32", ROW, float32, float32),
+    "bf16": _kernels_of("bf16", "uint16", ROW, _to_bf16, _from_bf16),
+    "int8": _kernels_of("int8", "uint8", 2 + ROW, _to_integer, _from_integer, limit=127),
+    "int4": _kernels_of("int4", "uint8", 2 + HALF, _to_integer, _from_integer, limit=7),
+    "e3m0": _kernels_of("e3m0", "uint8", 2 + HALF, _to_e3m0, _from_e3m0, limit=1),
 }

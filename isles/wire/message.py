@@ -1,11 +1,8 @@
 """The header in front of everything that crosses a link, and the checks that make a silent wrong average impossible.
 
-Before anything else, the islands exchange headers. All headers have the same size, whatever follows, so that even
-islands that are not doing the same thing can read each other's: a transport that is told different sizes at its two
-ends crashes or, worse, delivers something. A header says what follows (a payload, or a note), in which form of the
-reduction, which fragment, round and codec, how many values and bytes, the island's weight and step, a checksum of the
-body, if it is sent as a whole, and a checksum of itself. Only if all headers agree do the bodies follow, and what
-arrives is compared with its checksum.
+Before anything else, the islands exchange headers. All headers have the same size, so that even islands that are not
+doing the same thing can read each other's: a transport that is told different sizes at its two ends crashes or, worse,
+delivers something. Only if all headers agree do the bodies follow, and what arrives is compared with its checksum.
 
 Headers are parsed with `struct`: nothing from a peer is unpickled or evaluated. Numbers are little-endian. Bodies are
 the bytes of tensors as they are in memory, so a big-endian machine is refused.
@@ -13,13 +10,12 @@ the bytes of tensors as they are in memory, so a big-endian machine is refused.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -27,38 +23,33 @@ from torch import Tensor
 from isles.wire.world import MismatchError, Note, Payload
 
 MAGIC, VERSION = b"isle", 4
-FIELDS = struct.Struct("<4sB16s24sIQQQdQI")
-"""magic, version, form, codec, fragment, round, values, bytes, weight, step, checksum of the body."""
+FIELDS = struct.Struct("<4sB16s24sIQQQdQI")  # magic, version, and the fields of a Header in their order
 CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = FIELDS.size + CHECKSUM.size
 NOTE = "note"
-MAX_NOTE_BYTES = 1 << 28
-"""More than that is not a note, but noise where its length should be."""
+MAX_NOTE_BYTES = 1 << 28  # more than that is not a note, but noise where its length should be
 
 
 def check_byte_order() -> None:
     """Raises ValueError on a machine whose tensors other islands would read as other numbers."""
     if sys.byteorder != "little":
-        raise ValueError(
-            f"this machine is {sys.byteorder}-endian: isles sends tensors as little-endian bytes, use a little-endian one"
-        )
+        advice = "isles sends tensors as little-endian bytes, use a little-endian one"
+        raise ValueError(f"this machine is {sys.byteorder}-endian: {advice}")
 
 
 @dataclass(frozen=True)
 class Header:
     """What an island says about what it is going to send."""
 
-    form: str
-    """How it is exchanged: as a payload, in one of the forms of `isles.wire.reduction`, or as a note."""
-    codec: str
-    """Of a payload; of a note, its purpose."""
+    form: str  # of the reduction, for a payload; or NOTE
+    codec: str  # of a payload; of a note, its purpose
     fragment: int
     round: int
     numel: int
     num_bytes: int
     weight: float
     step: int
-    checksum: int
+    checksum: int  # of the body, if it is sent as a whole
 
     @classmethod
     def of_payload(cls, payload: Payload, form: str) -> Header:
@@ -72,9 +63,8 @@ class Header:
         return cls(NOTE, purpose, 0, 0, 0, len(data), 0.0, step, zlib.crc32(data))
 
     def pack(self) -> bytes:
-        names = self.form.encode(), self.codec.encode()
-        numbers = self.fragment, self.round, self.numel, self.num_bytes, self.weight, self.step, self.checksum
-        fields = FIELDS.pack(MAGIC, VERSION, *names, *numbers)
+        form, codec, *numbers = astuple(self)
+        fields = FIELDS.pack(MAGIC, VERSION, form.encode(), codec.encode(), *numbers)
         return fields + CHECKSUM.pack(zlib.crc32(fields))
 
     @classmethod
@@ -84,24 +74,23 @@ class Header:
             raise MismatchError(f"island {rank} sent a header of {len(data)} bytes instead of {HEADER_BYTES}")
         magic, version, form, codec, *numbers = FIELDS.unpack_from(data)
         if (magic, version) != (MAGIC, VERSION):
-            said, wanted = f"{magic!r} version {version}", f"{MAGIC!r} version {VERSION}"
-            raise MismatchError(f"island {rank} sent {said}, not {wanted}: run the same isles everywhere")
+            said = f"{magic!r} version {version}, not {MAGIC!r} version {VERSION}"
+            raise MismatchError(f"island {rank} sent {said}: run the same isles everywhere")
         if CHECKSUM.unpack_from(data, FIELDS.size)[0] != zlib.crc32(data[: FIELDS.size]):
             raise MismatchError(f"the header of island {rank} was damaged on the way: its checksum is wrong")
-        header = cls(_text(form), _text(codec), *numbers)
+        header = cls(*(name.rstrip(b"\0").decode(errors="replace") for name in (form, codec)), *numbers)
         header.check(rank)
         return header
 
     def check(self, rank: int) -> None:
         """Raises if no island could mean this."""
         if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise MismatchError(
-                f"island {rank} sent the weight {self.weight}: a weight is a finite number, not negative"
-            )
-        if self.form == NOTE and self.num_bytes > MAX_NOTE_BYTES:
-            raise MismatchError(
-                f"island {rank} announced a note of {self.num_bytes} bytes: the most is {MAX_NOTE_BYTES}"
-            )
+            wrong = f"sent the weight {self.weight}: a weight is a finite number, not negative"
+        elif self.form == NOTE and self.num_bytes > MAX_NOTE_BYTES:
+            wrong = f"announced a note of {self.num_bytes} bytes: the most is {MAX_NOTE_BYTES}"
+        else:
+            return
+        raise MismatchError(f"island {rank} {wrong}")
 
     def about(self) -> str:
         """What has to be the same on all islands, in words."""
@@ -125,16 +114,12 @@ def agree(headers: Sequence[Header]) -> None:
     for rank, header in enumerate(headers):
         header.check(rank)
         if (header.about(), header.step) != (first.about(), first.step):
-            advice = (
-                "start all islands in the same way, with the same Method"
-                if header.step == first.step
-                else "give every island the same number of steps (loaders of equal length; a step that a GradScaler "
-                "skips is not taken)"
-            )
-            raise MismatchError(
-                f"islands disagree: island 0, at step {first.step}, {first.about()}; "
-                f"island {rank}, at step {header.step}, {header.about()}: {advice}"
-            )
+            advice = "start all islands in the same way, with the same Method"
+            if header.step != first.step:
+                loaders = "loaders of equal length; a step that a GradScaler skips is not taken"
+                advice = f"give every island the same number of steps ({loaders})"
+            mine, other = f"island 0, at step {first.step}", f"island {rank}, at step {header.step}"
+            raise MismatchError(f"islands disagree: {mine}, {first.about()}; {other}, {header.about()}: {advice}")
 
 
 def verify(header: Header, body: Tensor, rank: int, reader: int) -> None:
@@ -144,8 +129,7 @@ def verify(header: Header, body: Tensor, rank: int, reader: int) -> None:
 
 def add_checksum(message: Tensor) -> None:
     """Writes the checksum of a piece of a body behind it, into the last bytes of a tensor that has room for both."""
-    piece = message[: -CHECKSUM.size]
-    message[-CHECKSUM.size :] = torch.frombuffer(bytearray(CHECKSUM.pack(checksum(piece))), dtype=torch.uint8)
+    message[-CHECKSUM.size :] = tensor_of(CHECKSUM.pack(checksum(message[: -CHECKSUM.size])))
 
 
 def checked(message: Tensor, what: str, reader: int) -> Tensor:
@@ -157,12 +141,9 @@ def checked(message: Tensor, what: str, reader: int) -> Tensor:
 
 def checksum(body: Tensor) -> int:
     """CRC-32 of a contiguous uint8 tensor on the CPU, without copying it."""
-    assert body.is_contiguous()
-    assert body.device.type == "cpu"
     assert body.dtype == torch.uint8
-    if body.numel() == 0:
-        return 0
-    return zlib.crc32((ctypes.c_char * body.numel()).from_address(body.data_ptr()))
+    assert body.is_contiguous()
+    return zlib.crc32(body.numpy().data)
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -182,7 +163,3 @@ def tensor_of(data: bytes) -> Tensor:
 def _compare(found: int, expected: int, what: str, reader: int) -> None:
     if found != expected:
         raise MismatchError(f"{what} reached island {reader} damaged: checksum {found:08x} instead of {expected:08x}")
-
-
-def _text(field: bytes) -> str:
-    return field.rstrip(b"\0").decode(errors="replace")

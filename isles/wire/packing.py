@@ -1,7 +1,4 @@
-"""The small parts that codecs are made of: memory, scales, bytes, and choices that look random and are not.
-
-Those of the PyTorch way work on a table with one block of values per row.
-"""
+"""The small parts that codecs are made of: memory, scales, bytes, and choices that look random and are not."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MANTISSA_BITS = 23
-"""Of fp32."""
+MANTISSA_BITS = 23  # of fp32
+Array = np.ndarray[Any, Any]
 
 
 def is_finite(values: Tensor) -> bool:
@@ -22,15 +19,8 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
-# ---- memory
-
-Array = np.ndarray[Any, Any]
-
-
 def empty(numel: int, device: torch.device | None = None) -> Tensor:
-    """Room for a new fp32 vector. For large ones on a CPU, numpy asks the kernel for large pages, which halves the time
-    of the first pass over them.
-    """
+    """Room for a new fp32 vector. On a CPU, numpy asks for large pages, which halves the time of the first pass."""
     if device is not None and device.type != "cpu":
         return torch.empty(numel, device=device)
     return torch.from_numpy(np.empty(numel, np.float32))
@@ -44,15 +34,11 @@ def memory_of(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Array | Non
     return array.reshape(-1) if array.flags.carray else None
 
 
-# ---- scales
-
-
 def scale_of(blocks: Tensor, limit: int, round_up: bool) -> Tensor:
     """[rows, 1] bf16: the largest magnitude of each block over `limit`. Blocks of denormals count as zero.
 
     Rounded to nearest, the largest value still gets the largest code, and what was decoded is encoded without loss.
-    Rounded up, as stochastic rounding needs it, no value is out of range, and so none is biased. Either way it stops
-    short of where `limit` times the scale would be infinite.
+    Rounded up, as stochastic rounding needs it, no value is out of range. `limit` times the scale is always finite.
     """
     largest = blocks.abs().amax(dim=1, keepdim=True) / limit
     largest = torch.where(largest < 2.0**-120, 0.0, largest)
@@ -81,19 +67,6 @@ def largest_scale(limit: int) -> float:
     return float(down.view(torch.float32))
 
 
-def divide(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Values in units of the scale. Where the scale is zero they are too small to matter, in any unit."""
-    return blocks / torch.where(scale > 0, scale.float(), 1.0)
-
-
-def read_scale(rows: Tensor) -> Tensor:
-    """[rows, 1] fp32: the scales that blocks begin with."""
-    return from_bytes(rows[:, :2], torch.bfloat16).float()
-
-
-# ---- bytes
-
-
 def to_bytes(table: Tensor) -> Tensor:
     """The bytes of a table of any type, row by row."""
     return table.contiguous().view(torch.uint8)
@@ -104,17 +77,16 @@ def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def to_bf16(values: Tensor, stochastic: bool) -> Tensor:
-    """The bytes of values in bf16; what is beyond the largest finite one saturates."""
-    largest = torch.finfo(torch.bfloat16).max
-    rounded = round_at_random(values, torch.bfloat16) if stochastic else values
-    return to_bytes(rounded.clamp(-largest, largest).to(torch.bfloat16))
+def to_floats(values: Tensor, dtype: torch.dtype, stochastic: bool) -> Tensor:
+    """The bytes of values in a float format; what is beyond the largest finite one saturates."""
+    if dtype != torch.float32:
+        largest = torch.finfo(dtype).max
+        values = (round_at_random(values, dtype) if stochastic else values).clamp(-largest, largest)
+    return to_bytes(values.to(dtype, copy=True))
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Several codes of so many bits in a byte. Of four bits: the first half of a block in the low bits, the second half
-    in the high ones; of two bits, the quarters likewise.
-    """
+    """Several codes in a byte. Of four bits: the first half of a block low, the second half high; quarters likewise."""
     parts = (codes & (1 << bits) - 1).chunk(8 // bits, dim=1)
     return functools.reduce(torch.bitwise_or, (part << bits * place for place, part in enumerate(parts)))
 
@@ -122,9 +94,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """The other way round: one code per byte."""
     return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=1)
-
-
-# ---- what looks random
 
 
 def seeds_of(blocks: Tensor) -> Tensor:
@@ -147,15 +116,11 @@ def uniform(blocks: Tensor) -> Tensor:
 
 
 def round_at_random(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds to what a float format can hold, up or down at random in proportion to what is cut off.
-
-    Down to the smallest normal number that is a matter of the mantissa; below it, steps have a fixed size.
-    """
-    info = torch.finfo(dtype)
-    noise = uniform(values)
+    """Rounds to what a float format can hold, up or down at random in proportion to what is cut off."""
+    info, noise = torch.finfo(dtype), uniform(values)
     dropped = MANTISSA_BITS + round(math.log2(info.eps))
     normal = ((values.view(torch.int32) + (noise * 2**dropped).int()) >> dropped << dropped).view(torch.float32)
-    step = info.smallest_normal * info.eps
+    step = info.smallest_normal * info.eps  # of all numbers below the smallest normal one
     if step < torch.finfo(torch.float32).smallest_normal:  # bf16 reaches as far down as fp32
         return normal
     return torch.where(values.abs() < info.smallest_normal, (values / step + noise).floor() * step, normal)

@@ -1,15 +1,12 @@
 """From the payloads of all islands to their mean: two forms, the same answer everywhere.
 
-all-gather: everybody sends its payload to everybody, decodes all of them and adds them up in fp32, in the
-order of ranks. An island sends M - 1 payloads. The mean is exact to fp32.
+all-gather: everybody sends its payload to everybody, decodes all of them and adds them up in fp32, in the order of
+ranks. An island sends M - 1 payloads. The mean is exact to fp32.
 
-reduce-scatter: island r averages the r-th piece for all. It gets that piece of every payload, adds up in fp32
-in the order of ranks, encodes the mean again and sends it to everybody. An island sends 2 (M - 1) / M
-payloads, less than two however many islands there are; the price is that the mean goes through the codec once
-more.
+reduce-scatter: island r averages the r-th piece of all payloads in the same way, encodes the mean again and sends it
+to everybody. An island sends 2 (M - 1) / M payloads; the price is that the mean goes through the codec once more.
 
 At two islands both send the same, so all-gather is the better one. `docs/log.md` has the measurement behind `choose`.
-
 These are pure functions; `isles.wire.exchange` moves the bytes. Threads and processes agree bit for bit because there
 is only one place where numbers are added up.
 """
@@ -29,12 +26,9 @@ from isles.wire.packing import empty
 from isles.wire.world import Payload
 
 Reduction = Literal["auto", "all-gather", "reduce-scatter"]
-LARGEST_ALL_GATHER = 4
-"""The most islands for which all-gather is the default."""
-PART_BYTES = 1 << 18
-"""At most this much of a piece goes, and is averaged, at once."""
-MAX_IN_FLIGHT = 4
-"""Rounds on the link: enough to fill it while some wait for an answer from afar. Each has buffers to receive in."""
+LARGEST_ALL_GATHER = 4  # the most islands for which it is the default
+PART_BYTES = 1 << 18  # at most this much of a piece goes, and is averaged, at once
+MAX_IN_FLIGHT = 4  # rounds on the link: enough to fill it while some wait for an answer; each has buffers to receive in
 
 
 def choose(reduction: Reduction, islands: int, codec: Codec) -> Reduction:
@@ -57,8 +51,7 @@ def piece_numel(numel: int, islands: int, codec: Codec) -> int:
     >>> piece_numel(1000, 3, codecs["e3m0"])
     384
     """
-    blocks = -(-numel // codec.block)
-    return -(-blocks // islands) * codec.block
+    return -(-numel // (islands * codec.block)) * codec.block
 
 
 class Part(NamedTuple):
@@ -84,30 +77,22 @@ def parts(piece_numel: int, codec: Codec) -> list[Part]:
     [Part(encoded=slice(0, 256, None), values=slice(0, 64, None))]
     """
     blocks, starts = piece_numel // codec.block, part_starts(piece_numel, codec)
-    found = []
-    for first in starts:
-        end = min(first + starts.step, blocks)
-        encoded = slice(first * codec.block_bytes, end * codec.block_bytes)
-        found.append(Part(encoded, slice(first * codec.block, end * codec.block)))
-    return found
+    ranges = [(first, min(first + starts.step, blocks)) for first in starts]
+    size, numel = codec.block_bytes, codec.block
+    return [Part(slice(first * size, end * size), slice(first * numel, end * numel)) for first, end in ranges]
 
 
 def part_starts(piece_numel: int, codec: Codec) -> range:
-    """The first block of every part; how many there are costs nothing to know, however large the piece."""
+    """The first block of every part. Stochastic rounding depends on where in its piece a block stands: one part."""
     blocks = piece_numel // codec.block
-    # Stochastic rounding depends on where in its piece a block stands: one part.
     most = blocks if codec.stochastic else PART_BYTES // codec.block_bytes
     return range(0, blocks, max(1, most))
 
 
 def split(body: Tensor, numel: int, islands: int, codec: Codec) -> Tensor:
-    """[islands, bytes]: the piece of a body for each island. What is missing in the last ones is zero, which
-    decodes to zeros.
-    """
-    num_bytes = islands * codec.num_bytes(piece_numel(numel, islands, codec))
-    if body.numel() < num_bytes:
-        body = torch.cat([body, body.new_zeros(num_bytes - body.numel())])
-    return body.view(islands, -1)
+    """[islands, bytes]: the piece of a body for each island; bytes that are missing in the last ones are zero."""
+    missing = islands * codec.num_bytes(piece_numel(numel, islands, codec)) - body.numel()
+    return (torch.cat([body, body.new_zeros(missing)]) if missing > 0 else body).view(islands, -1)
 
 
 def average(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, part: Part, out: Tensor) -> None:
@@ -123,13 +108,11 @@ def weighted_mean(bodies: Sequence[Tensor], weights: Sequence[float], codec: Cod
         return torch.zeros(numel)
     mean = empty(numel)
     if not _add_up(bodies, scaled, codec, mean, divisor=total):  # the sum was too large for fp32, the mean is not
-        _add_up(bodies, [weight / total for weight in scaled], codec, mean)
+        _add_up(bodies, [weight / total for weight in scaled], codec, mean, divisor=1.0)
     return mean
 
 
-def _add_up(
-    bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, into: Tensor, divisor: float = 1.0
-) -> bool:
+def _add_up(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, into: Tensor, divisor: float) -> bool:
     """The weighted sum over `divisor`, which goes with the last one that is added; returns whether it is finite."""
     present = [(body, weight) for body, weight in zip(bodies, weights, strict=True) if weight > 0]
     finite = False

@@ -1,19 +1,14 @@
-"""The papers' comparisons: most values are not sent at all.
-
-All of them have the size of e3m0, 4 bits a value: `topk` keeps the largest eighth of a block and says where they are,
-`random-drop` and `dare` keep a random quarter whose places follow from a seed.
-"""
+"""The papers' comparisons, at the size of e3m0, 4 bits a value: most values are not sent at all."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from isles.wire.codec import Codec
-from isles.wire.packing import from_bytes, hashed, seeds_of, to_bf16, to_bytes
+from isles.wire.packing import from_bytes, hashed, seeds_of, to_bytes, to_floats
 
 
 @dataclass(frozen=True)
@@ -21,7 +16,6 @@ class TopKCodec(Codec):
     """The `kept` values of largest magnitude in each block, in bf16, each with its place in 16 bits."""
 
     kept: int = 1
-
     sparse = True
 
     @property
@@ -30,7 +24,8 @@ class TopKCodec(Codec):
 
     def pack(self, blocks: Tensor) -> Tensor:
         places = blocks.abs().topk(self.kept, dim=1).indices.sort(dim=1).values
-        return torch.cat([to_bf16(blocks.gather(1, places), self.stochastic), to_bytes(places.to(torch.int16))], dim=1)
+        values = to_floats(blocks.gather(1, places), torch.bfloat16, self.stochastic)
+        return torch.cat([values, to_bytes(places.to(torch.int16))], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
         values = from_bytes(rows[:, : 2 * self.kept], torch.bfloat16).float()
@@ -48,7 +43,6 @@ class RandomDropCodec(Codec):
 
     kept: int = 1
     rescale: bool = False
-
     sparse = True
 
     @property
@@ -58,7 +52,7 @@ class RandomDropCodec(Codec):
     def pack(self, blocks: Tensor) -> Tensor:
         seeds = seeds_of(blocks)
         kept = blocks.gather(1, self._places(seeds)) * (self.block / self.kept if self.rescale else 1.0)
-        return torch.cat([to_bytes(seeds.to(torch.int32)), to_bf16(kept, self.stochastic)], dim=1)
+        return torch.cat([to_bytes(seeds.to(torch.int32)), to_floats(kept, torch.bfloat16, self.stochastic)], dim=1)
 
     def unpack(self, rows: Tensor) -> Tensor:
         seeds = from_bytes(rows[:, :4], torch.int32).long()
@@ -66,7 +60,7 @@ class RandomDropCodec(Codec):
         return values.new_zeros(rows.shape[0], self.block).scatter_(1, self._places(seeds), values)
 
     def contracting(self) -> RandomDropCodec:
-        return dataclasses.replace(self, rescale=False)
+        return replace(self, rescale=False)
 
     def _places(self, seeds: Tensor) -> Tensor:
         place = torch.arange(self.block, device=seeds.device)

@@ -1,0 +1,297 @@
+"""What an island does with its fragments: sends outer gradients, takes outer steps, applies results.
+
+For one fragment, with `theta` the island's weights and `anchor` the last global value:
+
+    send    Delta_m = anchor - theta                          start the mean over islands, do not wait
+    apply   anchor  = OuterOpt(anchor, Delta)                 Delta: the mean that was started `lateness` steps ago
+            theta   = alpha * theta + (1 - alpha) * anchor
+
+What Delta is decides the method:
+
+    fresh     the mean of this round, `overlap` inner steps after it was sent   (overlap 0, one fragment: DiLoCo)
+    delayed   the mean of k rounds ago, zero while there is none
+    eager     the same, with the island's own stale share replaced by its fresh one:
+              Delta(t - kH) + share * (Delta_m(t) - Delta_m(t - kH)),  share = weight / sum of weights (1/M)
+
+The anchor is the outer copy, never the mixed weights. With fresh and delayed updates it is the same on every island,
+bit for bit; with eager updates every island has its own, and they agree once updates stop. Own contributions are taken
+*as the others see them*, encoded and decoded, so that what an island adds early is exactly what it later takes back.
+Outer arithmetic is fp32 on flat vectors, whatever the model's precision. Inner optimizer state stays local.
+
+An island that the others left out of a round, or that has missed rounds, follows the global model:
+theta + (anchor_new - anchor_old), so that what it has learned goes into its next outer gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.core.fragments import Fragment
+from isles.core.method import Method
+from isles.core.offload import Offload
+from isles.core.outer import (
+    MakeOptimizer,
+    OuterSGD,
+    TorchOuter,
+    encoded_outer_gradient,
+    mix,
+    move_along,
+    outer_gradient,
+)
+from isles.core.replica import Replica
+from isles.core.schedule import Due
+from isles.core.state import OuterState, Sent
+from isles.core.stats import Event, Kind, Stats, phase
+from isles.wire.codecs import codecs
+from isles.wire.packing import is_finite
+from isles.wire.world import Mean, Payload, World
+
+logger = logging.getLogger("isles")
+CLOSING = 0
+"""The number of the round with which `close` ends. Rounds of the schedule have numbers from 1."""
+
+
+class Rounds:
+    """The rounds of all fragments of one island."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        method: Method,
+        world: World,
+        weight: float,
+        stats: Stats,
+        on_event: Callable[[Event], None] | None,
+        make_outer: MakeOptimizer | None,
+        outer_device: torch.device | None,
+    ) -> None:
+        self.fragments, self._replica, self._island = replica.fragments, replica, replica.island
+        self._method, self._world, self._weight, self.stats, self._on_event = method, world, weight, stats, on_event
+        codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
+        self.codec = codec.contracting() if method.error_feedback else codec
+        self._sgd = OuterSGD.of(method)
+        states = [self._new_state(fragment, make_outer is None) for fragment in self.fragments]
+        self.offload = Offload(states, outer_device)
+        self.torch_outer = TorchOuter(make_outer, [state.anchor for state in states]) if make_outer else None
+        on_cpu = outer_device is None and all(state.anchor.is_cpu for state in states)
+        self._steps_in_background = on_cpu and method.update == "fresh" and method.overlap > 0 and make_outer is None
+        self.total_weight = weight
+        """Of those who took part in the last round."""
+        self.step = 0
+        """How many the island has taken, for messages and events."""
+
+    def _new_state(self, fragment: Fragment, has_velocity: bool) -> OuterState:
+        anchor = fragment.read()
+        residual = torch.zeros_like(anchor) if self._method.error_feedback else None
+        return OuterState(anchor, self._sgd.init(anchor) if has_velocity else None, residual)
+
+    def anchors(self) -> list[Tensor]:
+        return [state.anchor for state in self.offload.settle()]
+
+    # ---- send
+
+    def send(self, due: Due, *, closing: bool = False) -> None:
+        """Starts the mean of a fragment's outer gradients over the islands."""
+        begin = time.perf_counter()
+        self._replica.check_trainable(self.step, self._method.sync_every)
+        fragment, eager = self.fragments[due.fragment], self._method.update == "eager"
+        state = self.offload.take(due.fragment, changing=("residual",))
+        delta, finite = self._outer_gradient(fragment, state, closing)
+        if self._island.any([not finite])[0]:
+            self._recover(due)
+            if state.residual is not None:
+                state.residual.zero_()
+        elif due.fragment == 0:
+            self._replica.remember_buffers()
+        sits_out, state.was_reset = state.was_reset, False
+        weight = 0.0 if sits_out else self._weight
+        if sits_out:
+            delta = torch.zeros_like(state.anchor)
+            self.stats.nonfinite_rounds += 1
+            self._tell("nonfinite", due)
+        encoded: Tensor | Callable[[], Tensor] = functools.partial(self._encode, delta)
+        if eager or state.residual is not None or _is_encoded(delta) or not delta.is_cpu:
+            encoded = self._encode(delta)
+        sent = Sent(weight / self.total_weight if eager and not closing else 0.0, closing)
+        then = functools.partial(self._step_aside, state, sent) if self._steps_in_background and not closing else None
+        sent.payload = Payload(
+            due.fragment, due.round, self.codec, fragment.numel, weight, encoded, step=self.step, then=then
+        )
+        if state.residual is not None and not sits_out:
+            torch.sub(delta, sent.decoded(delta.device), out=state.residual)
+        sent.handle = self._world.start(sent.payload)
+        state.rounds[due.round], state.sent_step = sent, self.step
+        self._count_send(due, sent, time.perf_counter() - begin)
+
+    def _outer_gradient(self, fragment: Fragment, state: OuterState, closing: bool) -> tuple[Tensor, bool]:
+        """Delta_m, encoded already where both are one pass over memory; and whether it is finite.
+
+        In a closing round a fragment whose last round is still in flight leaves out what that one contains.
+        """
+        in_flight = list(state.rounds.values()) if closing and self._method.update == "fresh" else []
+        with phase("isles.outer_gradient"):
+            if in_flight:
+                return outer_gradient(state.anchor, fragment, -in_flight[0].decoded(state.anchor.device))
+            if state.residual is None:
+                with phase("isles.encode"):
+                    encoded = encoded_outer_gradient(state.anchor, fragment, self.codec)
+                if encoded is not None:
+                    return encoded
+            return outer_gradient(state.anchor, fragment, state.residual)
+
+    def _encode(self, delta: Tensor) -> Tensor:
+        """The payload of Delta_m, if it is not one already."""
+        if _is_encoded(delta):
+            return delta
+        with phase("isles.encode"):
+            return self.codec.encode(delta).cpu()
+
+    def _recover(self, due: Due) -> None:
+        """Weights that are not finite go back to the global values, and their rounds do not count.
+
+        All fragments at once, not only the one that is due: weights that are left at NaN would spoil the others again
+        in the next forward pass.
+        """
+        logger.warning(
+            "island %d: the outer gradient of fragment %d is not finite at step %d; what is not finite goes back to "
+            "the global weights, and the island sits out those rounds",
+            self._world.rank,
+            due.fragment,
+            self.step,
+        )
+        for index, fragment in enumerate(self.fragments):
+            if index == due.fragment or self._island.any([not is_finite(fragment.read())])[0]:
+                state = self.offload.take(index)
+                fragment.write(state.anchor)
+                state.was_reset = True
+        self._replica.heal()
+
+    # ---- apply
+
+    def apply(self, due: Due) -> None:
+        """Waits for a round, takes the outer step with it, and mixes the result with the island's weights."""
+        state = self.offload.take(due.fragment)
+        fresh = state.rounds[due.round + self._method.delay_rounds] if self._method.update == "eager" else None
+        sent = state.rounds.pop(due.round, None)
+        mean = None if sent is None else self._wait_for(sent, due)
+        for missed in mean.missed if mean is not None else ():
+            self._follow(missed.fragment, missed.mean)
+            self.stats.catch_up_rounds += 1
+            self._tell("catch_up", Due(missed.fragment, missed.round))
+        if mean is not None and not mean.included:
+            self._follow(due.fragment, mean)
+            self.stats.excluded_rounds += 1
+            self._tell("excluded", due)
+            return
+        self._outer_step(due.fragment, sent, mean, fresh)
+        with phase("isles.mix"):
+            mix(self.fragments[due.fragment], self.offload.take(due.fragment).anchor, self._method.mixing)
+
+    def _wait_for(self, sent: Sent, due: Due) -> Mean:
+        """The mean of a round; counts the time that is spent waiting for it."""
+        begin = time.perf_counter()
+        with phase("isles.wait"):
+            mean = sent.handle.wait()
+        seconds = time.perf_counter() - begin
+        self.total_weight = mean.total_weight or self.total_weight
+        self.stats.applies += 1
+        self.stats.wait_seconds += seconds
+        self.stats.islands = len(mean.weights)
+        self._tell("apply", due, seconds=seconds)
+        return mean
+
+    def _outer_step(self, index: int, sent: Sent | None, mean: Mean | None, fresh: Sent | None = None) -> None:
+        """anchor = OuterOpt(anchor, Delta), where Delta is the mean of the round that is due.
+
+        With eager updates, Delta = mean + share * own fresh contribution - share * own contribution in the mean.
+        """
+        state = self.offload.take(index, changing=("anchor", "velocity"))
+        if sent is not None and sent.stepped is not None and not (mean and mean.missed):
+            self._sgd.give_back(state.anchor, state.velocity)
+            state.anchor, state.velocity = sent.stepped
+            state.outer_steps += 1
+            return
+        closing = sent is not None and sent.closing
+        delta = mean.values.to(state.anchor.device) if mean is not None and mean.weights else None
+        with phase("isles.outer_step"):
+            if self._method.update == "eager" and not closing:
+                delta = self._refreshed(delta, fresh, sent, state.anchor)
+            if delta is None:
+                return
+            if closing and state.outer_steps == 0:
+                state.anchor.sub_(delta)
+                return
+            state.outer_steps += 1
+            if self.torch_outer is not None:
+                self.offload.step_at_home(index, self.torch_outer.update, delta)
+            else:
+                self._sgd.update(state.anchor, delta, state.velocity)
+
+    def _refreshed(self, mean: Tensor | None, fresh: Sent | None, stale: Sent | None, anchor: Tensor) -> Tensor | None:
+        """mean + share * fresh - share * stale, where there are such."""
+        for own, sign in ((fresh, 1.0), (stale, -1.0)):
+            if own is not None and mean is None:
+                mean = own.decoded(anchor.device).mul_(sign * own.share)
+            elif own is not None and mean is not None:
+                own.payload.codec.accumulate(own.payload.body.to(anchor.device), mean, sign * own.share)
+        return mean
+
+    def _step_aside(self, state: OuterState, sent: Sent, mean: Mean) -> None:
+        """Takes the outer step in the background, as soon as the mean has arrived; it takes effect when it is due.
+
+        Nothing reads an anchor between the step at which its fragment is sent and the one at which the result is
+        applied, but for whoever looks at the global model, and that must not change before its time: so it goes to
+        other memory.
+        """
+        if mean.weights:
+            sent.stepped = self._sgd.update_aside(state.anchor, mean.values, state.velocity)
+
+    def _follow(self, index: int, mean: Mean) -> None:
+        """An outer step that this island had no part in."""
+        old = self.offload.take(index).anchor.clone()
+        self._outer_step(index, None, mean)
+        move_along(self.fragments[index], old, self.offload.take(index).anchor)
+
+    # ---- at the end
+
+    def close(self) -> None:
+        """Sends what was learned since the last sends, and takes the outer steps of all rounds in flight, these last
+        ones included. A fragment that has never had an outer step becomes the mean of the islands' weights instead: without
+        momentum a first, short step would lose much of what was learned (docs/log.md, "The closing round").
+        """
+        for index, state in enumerate(self.offload.settle()):
+            if state.sent_step < self.step and not self.fragments[index].is_empty:
+                self.send(Due(index, CLOSING), closing=True)
+        for index, state in enumerate(self.offload.settle()):
+            for number in list(state.rounds):
+                sent = state.rounds.pop(number)
+                mean = sent.handle.wait() if sent.closing else self._wait_for(sent, Due(index, number))
+                self._outer_step(index, sent, mean)
+            self.offload.write_back()
+
+    # ---- counting
+
+    def _count_send(self, due: Due, sent: Sent, seconds: float) -> None:
+        self.stats.bytes_sent += sent.handle.bytes_sent
+        self.stats.bytes_received += sent.handle.bytes_received
+        if not sent.closing:
+            self.stats.sends += 1
+            self.stats.payload_bytes += sent.payload.num_bytes
+            self.stats.payload_parameters += sent.payload.numel
+            self._tell("send", due, num_bytes=sent.handle.bytes_sent, seconds=seconds)
+
+    def _tell(self, kind: Kind, due: Due, **more: Any) -> None:
+        if self._on_event is not None:
+            self._on_event(Event(kind, self.step, due.fragment, due.round, **more))
+
+
+def _is_encoded(delta: Tensor) -> bool:
+    return delta.dtype is torch.uint8
