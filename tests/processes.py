@@ -4,13 +4,15 @@
 raised, or the exit code of a process that died without saying anything. Whatever is still running at the time limit, or
 once everybody in `until` has reported, is killed by its id, and only that.
 
-Processes are forked from a server that has imported torch once and done nothing with it, so that starting one costs
-milliseconds instead of seconds. They meet through a file in a folder of the test: no port to collide with another test.
+Processes are forked from a server that has imported torch once and done nothing with it (`tests.preloaded`), so that
+starting one costs milliseconds instead of seconds. They meet through a file in a folder of the test: no port to collide
+with another test.
 """
 
 import importlib
 import itertools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
 import pickle
@@ -20,16 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_server = multiprocessing.get_context("forkserver")
-_preloaded = [
-    "torch._dynamo",
-    "torch.distributed.device_mesh",
-    "isles.core.diloco",
-    "isles.wire.torch_world",
-    "pytest",
-    "numpy",
-]
-_server.set_forkserver_preload(_preloaded)  # torch._dynamo: the first step of any optimizer imports it, for seconds
+server = multiprocessing.get_context("forkserver")
 _numbers = itertools.count()
 
 
@@ -51,6 +44,14 @@ class Outcome:
         return f"{self.error}: {self.message}"
 
 
+def start_server() -> None:
+    """Starts the server, which gets ready by itself. There is one in a process, and whoever starts it says what it
+    imports: it has to be here before a test of isles.reproduce starts one that has less.
+    """
+    server.set_forkserver_preload(["tests.preloaded"])
+    multiprocessing.forkserver.ensure_running()
+
+
 def run(
     function: Any,
     islands: int,
@@ -69,8 +70,8 @@ def run(
     place = (function.__module__, function.__qualname__)
     processes, pipes = [], {}
     for rank in range(islands):
-        receiver, sender = _server.Pipe(duplex=False)
-        process = _server.Process(target=_child, args=(sender, place, rank, islands, str(rendezvous), arguments))
+        receiver, sender = server.Pipe(duplex=False)
+        process = server.Process(target=_child, args=(sender, place, rank, islands, str(rendezvous), arguments))
         process.start()
         sender.close()
         processes.append(process)
