@@ -14,6 +14,7 @@ import isles
 from isles.cli import main
 from isles.train.model import LADDER, Decoder
 from isles.train.muon import MOMENTUM, Muon, groups_of, orthogonal
+from tests import ranks
 
 
 @pytest.fixture
@@ -109,12 +110,13 @@ def test_vectors_shards_and_models_without_layers_are_refused(one_process_group)
         groups_of(nn.Linear(3, 3))
 
 
-def test_the_trainer_has_it(tmp_path, capsys):
-    flags = "train --optimizer muon --model nano --data synthetic:0.05 --tokenizer bytes --batch-size 2 --islands 1"
-    flags = f"{flags} --sequence-length 16 --sync-every 4 --warmup-steps 2 --steps 8 --json"
+def test_the_trainer_has_it(tmp_path, capsys, monkeypatch):
+    ranks.be_the_only_one(monkeypatch)
+    flags = "train --optimizer muon --model nano --data synthetic:0.05 --tokenizer bytes --batch-size 2 --threads 1"
+    flags = f"{flags} --sequence-length 16 --sync-every 4 --warmup-steps 2 --steps 8 --sample-tokens 0 --json"
 
     def train(name, *more):
-        assert main([*flags.split(), "--run", str(tmp_path / name), *more]) == 0
+        assert main([*flags.split(), "--run-dir", str(tmp_path / name), *more]) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])["val_loss"]
 
     loss = train("one")

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from isles.cli import main
+from tests import ranks
 
 
 def run(arguments: list[str], capsys) -> dict:
@@ -20,19 +21,17 @@ def run(arguments: list[str], capsys) -> dict:
 @pytest.fixture(autouse=True)
 def environment(tmp_path, monkeypatch):
     monkeypatch.setenv("ISLES_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    ranks.be_the_only_one(monkeypatch)
 
 
 def test_train_export_load_and_sample(tmp_path, capsys):
     tiny = GPT2Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=2, n_head=2)
     tiny.save_pretrained(tmp_path / "config")
     folder, out = tmp_path / "run", tmp_path / "out"
-    common = ["--data", "synthetic:0.1", "--tokenizer", "bytes", "--islands", "1", "--sequence-length", "32"]
+    common = ["--data", "synthetic:0.1", "--tokenizer", "bytes", "--threads", "1", "--sequence-length", "32"]
     model = ["--model", f"hf:{tmp_path / 'config'}", "--steps", "6", "--batch-size", "2", "--sync-every", "3"]
-    run(["train", "--run", str(folder), *common, *model, "--eval-every", "0", "--sample-tokens", "0"], capsys)
+    run(["train", "--run-dir", str(folder), *common, *model, "--eval-every", "0", "--sample-tokens", "0"], capsys)
     exported = run(["export", str(folder), "--out", str(out)], capsys)
     assert exported["step"] == 6
     assert (out / "tokenizer.json").exists()
