@@ -201,7 +201,7 @@ def process_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["isles.reproduce.train"])
+    context.set_forkserver_preload(["isles.reproduce.forked"])
     return context
 
 
