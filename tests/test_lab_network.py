@@ -17,7 +17,7 @@ import pytest
 from isles.lab import Network, Shape, namespaces, transfer
 from isles.lab.nodes import Node
 from tests import lab_networks
-from tests.lab_networks import alive
+from tests.lab_networks import Meter, alive
 
 RECEIVE = """
 import socket, sys
@@ -57,11 +57,14 @@ def start_transfer(network: Network, chunks: int) -> tuple[subprocess.Popen, sub
 
 @pytest.mark.parametrize(("islands", "bandwidth", "mtu"), [(2, 2e6, 9000), (3, 0.5e6, 1500)])
 def test_a_link_carries_its_bandwidth_in_both_directions_at_once(islands, bandwidth, mtu):
-    with Network(islands, bandwidth=bandwidth, mtu=mtu) as network:
-        measured = transfer.verify(network)
-        assert len(measured) == islands
-        for rate in measured:
-            assert rate == pytest.approx(network.shapes[0].goodput_bits_per_second, rel=transfer.TOLERANCE)
+    with Network(islands, bandwidth=bandwidth, mtu=mtu) as network, transfer.filled(network):
+        meter = Meter(network)
+        meter.wait_until_carried(dict.fromkeys(range(islands), goodput(bandwidth, mtu)), transfer.TOLERANCE)
+        meter.check_that_no_link_has_carried_more_than_it_may()
+
+
+def goodput(bandwidth: float, mtu: int) -> float:
+    return Shape(bits_per_second=bandwidth, mtu=mtu).goodput_bits_per_second
 
 
 def test_a_link_that_is_not_what_it_should_be_is_told():
@@ -86,19 +89,23 @@ def test_the_kernel_counts_what_was_sent_and_a_little_for_headers():
 
 
 def test_bandwidth_changes_while_programs_run():
-    with Network(2, bandwidth=5e6) as network:
-        fast = min(transfer.measure(network, seconds=2.0))
-        network.set_bandwidth(0.5e6)
-        slow = min(transfer.measure(network, seconds=6.0))  # a frame takes a seventh of a second
-        assert fast / slow == pytest.approx(10, rel=0.3)
+    mtu = 6000  # at a tenth of the bandwidth a frame takes a tenth of a second
+    with Network(2, bandwidth=5e6, mtu=mtu) as network, transfer.filled(network):
+        for bandwidth in (5e6, 0.5e6, 5e6):
+            network.set_bandwidth(bandwidth)
+            meter = Meter(network)
+            meter.wait_until_carried(dict.fromkeys((0, 1), goodput(bandwidth, mtu)), transfer.TOLERANCE)
+            meter.check_that_no_link_has_carried_more_than_it_may()
 
 
 def test_the_bandwidth_of_one_island_slows_only_its_own_link():
-    with Network(3, bandwidth=5e6) as network:
+    fast, slow = goodput(5e6, 9000), goodput(0.5e6, 9000)
+    with Network(3, bandwidth=5e6) as network, transfer.filled(network):
         network.set_bandwidth(0.5e6, island=0)
-        from_0, from_1, from_2 = transfer.measure(network)
-        assert from_1 > 4 * from_0, "the link between the other two is as it was"
-        assert from_1 > 4 * from_2, "what island 0 gets is as slow as what it sends"
+        meter = Meter(network)
+        meter.wait_until_carried({2: fast}, transfer.TOLERANCE)  # from island 1: the link between the two is as it was
+        meter.wait_until_carried({0: slow, 1: slow}, 0.5, frames=10)
+        meter.check_that_no_link_has_carried_more_than_it_may()  # what island 0 gets is as slow as what it sends
 
 
 def test_a_transfer_survives_a_link_that_is_down_for_a_while():

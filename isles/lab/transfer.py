@@ -7,11 +7,14 @@ rate. This file is also the program that runs on the islands; it needs nothing b
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,8 +32,23 @@ def measure(network: Network, seconds: float = SECONDS, warm_up_seconds: float =
     islands = range(len(network.islands))
     if len(islands) < 2:
         return []
+    try:
+        with filled(network, seconds, warm_up_seconds) as receivers:
+            found = [json.loads(receiver.communicate(timeout=60 + 10 * seconds)[0]) for receiver in receivers]
+    except (subprocess.TimeoutExpired, ValueError):
+        raise OSError("nothing came through in a transfer from island to island before the run") from None
+    return [found[(island + 1) % len(islands)]["bits_per_second"] for island in islands]
+
+
+@contextlib.contextmanager
+def filled(
+    network: Network, seconds: float = math.inf, warm_up_seconds: float = 0.0
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """In the block every island sends to the next one all the time, or until its receiver has counted for so long."""
+    islands = range(len(network.islands))
     program = [sys.executable, "-I", __file__]
-    receivers, senders = [], []
+    receivers: list[subprocess.Popen[bytes]] = []
+    senders: list[subprocess.Popen[bytes]] = []
     try:
         for island in islands:
             receive = [*program, "receive", network.address(island), str(seconds), str(warm_up_seconds)]
@@ -40,16 +58,13 @@ def measure(network: Network, seconds: float = SECONDS, warm_up_seconds: float =
             receiver.stdout.readline()  # it listens
         for island in islands:
             senders.append(network.start(island, [*program, "send", network.address((island + 1) % len(islands))]))
-        found = [json.loads(receiver.communicate(timeout=60 + 10 * seconds)[0]) for receiver in receivers]
-    except (subprocess.TimeoutExpired, ValueError):
-        raise OSError("nothing came through in a transfer from island to island before the run") from None
+        yield receivers
     finally:
         for process in (*receivers, *senders):
             process.kill()
             process.wait()
             if process.stdout:
                 process.stdout.close()
-    return [found[(island + 1) % len(islands)]["bits_per_second"] for island in islands]
 
 
 class LinkError(OSError):
