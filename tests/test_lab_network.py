@@ -108,6 +108,16 @@ def test_the_bandwidth_of_one_island_slows_only_its_own_link():
         meter.check_that_no_link_has_carried_more_than_it_may()  # what island 0 gets is as slow as what it sends
 
 
+def test_islands_need_not_ask_for_each_other_on_links_that_are_full():
+    with Network(3, bandwidth=8e6) as network:
+        for island, machine in enumerate(network.islands):
+            known = [line.split() for line in machine.read("net/arp").splitlines()[1:]]
+            assert {words[0] for words in known} == {network.address(other) for other in range(3)} - {
+                network.address(island)
+            }
+            assert all(int(words[2], 16) & 4 for words in known), "for good"
+
+
 def test_a_transfer_survives_a_link_that_is_down_for_a_while():
     with Network(2, bandwidth=8e6) as network:
         chunks = 24  # 1.5 s at this rate

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 """What the laboratory calls, and the package that has it."""
 KINDS = ("--net", "--pid", "--uts")
 

@@ -67,6 +67,8 @@ class Network:
             for island in range(islands):
                 self._plug_in(island)
                 self.shape(island, shape)
+            for island in range(islands):
+                self._introduce(island)
         except BaseException:
             self.close()
             raise
@@ -79,7 +81,8 @@ class Network:
         """The pair of devices that joins an island to the bridge."""
         port, mtu, machine = f"port{island}", str(self.shapes[island].mtu), self.islands[island]
         ends = ["ip", "link", "add", port, "mtu", mtu, "type", "veth"]
-        self._middle.run([*ends, "peer", "name", DEVICE, "mtu", mtu, "netns", str(machine.pid)])
+        own = ["name", DEVICE, "mtu", mtu, "address", hardware_address(island), "netns", str(machine.pid)]
+        self._middle.run([*ends, "peer", *own])
         for where, device in ((self._middle, port), (machine, DEVICE)):
             where.run(["ip", "link", "set", device, "addrgenmode", "none", "gso_max_segs", "1"])
         self._middle.run(["ip", "link", "set", port, "master", BRIDGE, "up"])
@@ -87,6 +90,18 @@ class Network:
         machine.run(["ip", "link", "set", DEVICE, "up"])
         with contextlib.suppress(OSError):  # a kernel without it keeps what it has
             machine.run(["sh", "-c", f"echo {CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"])
+
+    def _introduce(self, island: int) -> None:
+        """Tells the bridge where an island is, and the island who the others are. It would have to ask, and on a link
+        that is full the question is dropped as often as anything else: after three times there is "no route to host".
+        """
+        self._middle.run(
+            ["bridge", "fdb", "replace", hardware_address(island), "dev", f"port{island}", "master", "static"]
+        )
+        others = [other for other in range(len(self.islands)) if other != island]
+        known = [f"{self.address(other)} lladdr {hardware_address(other)}" for other in others]
+        told = [f"ip neighbour replace {each} dev {DEVICE} nud permanent" for each in known]
+        self.islands[island].run(["sh", "-ec", "\n".join(told)])
 
     def address(self, island: int) -> str:
         """Of an island. In the order of islands also as text: torchrun numbers its nodes by that."""
@@ -162,6 +177,11 @@ def check_islands(islands: int) -> None:
     """Raises ValueError for a number of islands that cannot be."""
     if not 1 <= islands <= MOST_ISLANDS:
         raise ValueError(f"islands={islands} must be from 1 to {MOST_ISLANDS}")
+
+
+def hardware_address(island: int) -> str:
+    """Of an island's interface: a local one (02)."""
+    return f"02:00:00:00:00:{island:02x}"
 
 
 def _values(counters: Counters) -> tuple[int, ...]:
