@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 import isles
-from isles.reproduce.inner import inner_optimizer, set_rate
 from isles.reproduce.job import Job, Text, shape_of
 from isles.reproduce.scale import SCALES
-from isles.reproduce.train import CLIP, EVALUATION_ROWS, Z_LOSS
+from isles.reproduce.train import EVALUATION_ROWS
 from isles.train.batches import Batches, validation_batches
 from isles.train.evals import validation
-from isles.train.model import Decoder, Shape, language_loss
+from isles.train.model import Decoder, Shape
+from isles.train.step import backward, inner_optimizer, update
 from isles.train.tokens import TokenSet
 from isles.wire.codecs import codecs
 
@@ -111,16 +111,15 @@ def train(setting: Setting, tokens: TokenSet, seed: int) -> tuple[Decoder, isles
         torch.manual_seed(seed)
         layers, heads, width = shape_of(job.model)
         model = Decoder(Shape(layers=layers, heads=heads, width=width), tokens.vocabulary)
-        optimizer = inner_optimizer(job, model)
+        config = job.recipe()
+        optimizer = inner_optimizer(model, config, fused=True)
         with isles.DiLoCo(model, optimizer, setting.method, world=world) as diloco:
             for step in range(setting.steps):
-                set_rate(job, optimizer, step)
-                inputs, targets, _ = batches.at(step)
-                language_loss(model(inputs), targets, z_loss=Z_LOSS).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
+                backward(model, batches.at(step), config, segments=False)
+                update(model, optimizer, config, step)
             own = [fragment.read() for fragment in diloco.fragments]
+            for state in diloco._rounds.offload.states:  # nothing is left to send: finish() without a closing round
+                state.sent_step = diloco.step_count
             diloco.finish()  # applies rounds in flight; eager anchors become their mean
             return model, diloco, own, diloco.state_dict(replica=False)["fragments"]
 

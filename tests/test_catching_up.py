@@ -1,4 +1,4 @@
-"""Islands that are left out of a round, or learn of rounds they had no part in, follow the global model and lose nothing.
+"""Islands that are left out of a round, or learn of rounds they had no part in, follow the global model.
 
 No world of today leaves anybody out. A world that does is played here: it wraps another one and changes what a round's
 answer says about this island (`Mean.included`, `Mean.missed`).

@@ -80,8 +80,8 @@ def test_no_part_of_the_model_is_left_as_it_was_at_the_start(name, steps):
 @pytest.mark.parametrize("steps", [60, 99])
 @pytest.mark.parametrize("name", LATE_BY_ROUNDS)
 def test_what_is_late_by_rounds_is_not_lost(name, steps):
-    """A fragment that was sent and went back to the start has learned all of it once more at the end. By definition both
-    count, so the model goes past its target; but it ends nearer to it than it was.
+    """A fragment that was sent and went back to the start has learned all of it once more at the end. By definition
+    both count, so the model goes past its target; but it ends nearer to it than it was.
     """
     check_learned(LATE_BY_ROUNDS[name], steps, factor=1)
 

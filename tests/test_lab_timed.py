@@ -78,8 +78,8 @@ def theory(method: isles.Method | None, islands: int, reduction: str) -> int:
 
 
 def closing(method: isles.Method | None, islands: int, reduction: str) -> int:
-    """Bytes that all islands send after the last step: a closing round of what was not sent at that step, and eager ones
-    average their anchors, in fp32.
+    """Bytes that all islands send after the last step: a closing round of what was not sent at that step, and eager
+    ones average their anchors, in fp32.
     """
     if method is None:
         return 0

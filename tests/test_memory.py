@@ -91,8 +91,8 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_checkpoint_holds_copies_and_no_more_of_them_than_it_needs(name):
-    """Weights, two moments of Adam, anchor, outer momentum: five times the weights, and once more what is in flight. The
-    sharded form has places for a round in flight and for the own part of it, whether there is one or not.
+    """Weights, two moments of Adam, anchor, outer momentum: five times the weights, and once more what is in flight.
+    The sharded form has places for a round in flight and for the own part of it, whether there is one or not.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))

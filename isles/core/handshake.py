@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.core.fragments import some_of
 from isles.core.replica import Replica
 from isles.core.stats import Stats
 from isles.wire.codecs import codecs
@@ -52,10 +51,10 @@ class Handshake:
         if sync_initial:
             for tensor in self._differing({**replica.trained(), **replica.frozen(), **replica.buffers()}).values():
                 self._copy_from_root(tensor)
-        elif different := self._differing({**replica.trained(), **replica.frozen()}):
-            what = f"islands start with different parameters ({some_of(list(different), 1)})"
+        else:
+            sums = self._checksums({**replica.trained(), **replica.frozen()})
             todo = "seed them alike, or pass sync_initial=True; to resume, make the DiLoCo first, then load_state_dict"
-            raise MismatchError(f"{what}: {todo}")
+            _same(sums, "checksums", "start with different parameters", todo)
         return float(sum(note["weight"] for note in notes))
 
     def resume(self, step: int, anchors: list[Tensor] | None) -> None:
@@ -106,10 +105,11 @@ class Handshake:
 
     def _differing(self, named: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Those of the tensors that are not the same on all islands."""
-        checksums = [checksum(_raw(tensor)) for tensor in named.values()]
-        others = [note["checksums"] for note in self._gather({"checksums": checksums})]
-        different = [len(set(alike)) > 1 for alike in zip(*others, strict=True)]
-        return dict(itertools.compress(named.items(), different))
+        sums = zip(*(note["checksums"] for note in self._checksums(named)), strict=True)
+        return dict(itertools.compress(named.items(), [len(set(alike)) > 1 for alike in sums]))
+
+    def _checksums(self, named: Mapping[Any, Tensor]) -> list[dict[str, Any]]:
+        return self._gather({"checksums": [checksum(_raw(tensor)) for tensor in named.values()]})
 
     @torch.no_grad()
     def _copy_from_root(self, tensor: Tensor) -> None:

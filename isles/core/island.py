@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isles.wire.groups import private_group, private_store
-from isles.wire.message import bytes_of, tensor_of
 from isles.wire.world import MismatchError
 
 TIMEOUT_SECONDS = 1800.0
@@ -78,9 +77,11 @@ class Island:
         ranks = _ranks_of(model, parameters.values())
         if len(ranks) <= 1:
             return cls()
-        group = _group_of(ranks)
+        store = private_store("island", ranks)
+        group = private_group(store, ranks, TIMEOUT_SECONDS)
         own = {name: _place_of(parameter) for name, parameter in parameters.items()}
-        held = dict(zip(ranks, _gather(own, len(ranks), group), strict=True))
+        store.set(f"places/{dist.get_rank()}", json.dumps(own))
+        held = {rank: json.loads(store.get(f"places/{rank}")) for rank in ranks}
         for rank, places in held.items():
             if places.keys() != own.keys():
                 raise MismatchError(f"ranks {ranks[0]} and {rank} of an island have different parameters")
@@ -156,17 +157,6 @@ def _ranks_of(model: nn.Module, parameters: Iterable[Tensor]) -> list[int]:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             ranks.update(dist.get_process_group_ranks(module.process_group))
     return sorted(ranks)
-
-
-def _gather(note: dict[str, Any], size: int, group: Any) -> list[dict[str, Any]]:
-    """Everybody's note, as JSON."""
-    text = json.dumps(note).encode()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    group.allgather([lengths], [torch.tensor([len(text)])]).wait()
-    longest = max(int(length) for length in lengths)
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
-    group.allgather([rows], [tensor_of(text.ljust(longest))]).wait()
-    return [json.loads(bytes_of(row)) for row in rows]
 
 
 def _place_of(parameter: Tensor) -> list[list[int]] | None:

@@ -174,44 +174,6 @@ class Method:
         """Inner steps between the send of a round and the outer step that uses it."""
         return self.overlap if self.update == "fresh" else self.delay_rounds * self.sync_every
 
-    def describe(self) -> str:
-        """The method in a few lines of English.
-
-        >>> print(Method.diloco().describe())
-        every 100 steps: the whole model is sent in fp32
-        result used:     at once, while every island waits
-        then an island:  takes the global weights
-        outer optimizer: SGD, lr 0.7, Nesterov momentum 0.9
-        """
-        if self.fragments is None:
-            what = f"fragments of {_count(self.fragment_layers, 'layer')} ({self.pattern}) are sent one by one"
-        elif not isinstance(self.fragments, int):
-            what = f"{len(self.fragments)} given fragments are sent one by one"
-        elif self.fragments > 1:
-            what = f"{self.fragments} fragments ({self.pattern} layers) are sent one by one"
-        else:
-            what = "the whole model is sent"
-        what += f" in {self.codec}"
-        what += ", rounded stochastically" if self.rounding == "stochastic" else ""
-        what += ", with error feedback" if self.error_feedback else ""
-        what += f" at steps {', '.join(map(str, self.offsets))} of each period" if self.offsets is not None else ""
-        rounds = "one round" if self.delay_rounds == 1 else f"{self.delay_rounds} rounds"
-        if self.update == "eager":
-            used = f"{rounds} late, with the island's own share fresh"
-        elif self.lateness == 0:
-            used = "at once, while every island waits"
-        else:
-            late = f"{rounds} late" if self.update == "delayed" else f"{_count(self.overlap, 'step')} later"
-            used = f"{late}, while training goes on"
-        kept = f"keeps {self.mixing:.0%} of its own weights, takes {1 - self.mixing:.0%} of the global ones"
-        kept = {0.0: "takes the global weights", 1.0: "keeps its own weights"}.get(self.mixing, kept)
-        momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum:g}"
-        outer = f"SGD, lr {self.outer_lr:g}, {momentum if self.outer_momentum else 'no momentum'}"
-        outer = "plain averaging" if self.outer_lr == 1 and not self.outer_momentum else outer
-        every = f"every {self.sync_every} steps:" if self.sync_every > 1 else "every step:"
-        lines = (f"{every:<16} {what}", f"result used:     {used}", f"then an island:  {kept}")
-        return "\n".join([*lines, f"outer optimizer: {outer}"])
-
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
         fields = dataclasses.asdict(self)

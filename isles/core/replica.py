@@ -119,7 +119,7 @@ class Replica:
             set_state_dict(self._model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
             return
         if not {"parameters", "buffers", "optimizer"} <= state.keys():
-            raise ValueError("this is not a state of isles.DiLoCo (version 1): a part of the replica is missing")
+            raise ValueError("this is not a state of isles.DiLoCo: a part of the replica is missing")
         own, saved = {**self.trained(), **self.buffers()}, {**state["parameters"], **state["buffers"]}
         if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
             raise ValueError("the checkpoint is of another model: its parameters or buffers have other names or shapes")

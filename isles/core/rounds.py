@@ -122,9 +122,8 @@ class Rounds:
             encoded = self._encode(delta)
         sent = Sent(weight / self.total_weight if eager and not closing else 0.0, closing)
         then = functools.partial(self._step_aside, state, sent) if self._steps_in_background and not closing else None
-        sent.payload = Payload(
-            due.fragment, due.round, self.codec, fragment.numel, weight, encoded, step=self.step, then=then
-        )
+        where = (due.fragment, due.round, self.codec, fragment.numel)
+        sent.payload = Payload(*where, weight, encoded, self.step, then)
         if state.residual is not None and not sits_out:
             torch.sub(delta, sent.decoded(delta.device), out=state.residual)
         sent.handle = self._world.start(sent.payload)
@@ -264,8 +263,8 @@ class Rounds:
 
     def close(self) -> None:
         """Sends what was learned since the last sends, and takes the outer steps of all rounds in flight, these last
-        ones included. A fragment that has never had an outer step becomes the mean of the islands' weights instead: without
-        momentum a first, short step would lose much of what was learned (docs/log.md, "The closing round").
+        ones included. A fragment that has never had an outer step becomes the mean of the islands' weights instead: a
+        first, short step would lose much of what was learned (docs/log.md, "The closing round").
         """
         for index, state in enumerate(self.offload.settle()):
             if state.sent_step < self.step and not self.fragments[index].is_empty:

@@ -106,7 +106,7 @@ def check_saved(
     state: Any, method: Method, overlap: int, fragments: list[Fragment], rank: int, outer_optimizer: str | None
 ) -> None:
     """Raises unless what was saved is of this method, this model and, where islands differ, this island."""
-    wanted = {"version", "island", "method", "step", "total_weight", "outer_optimizer", "stats", "fragments"}
+    wanted = {"version", "island", "method", "step", "clock", "total_weight", "outer_optimizer", "stats", "fragments"}
     if not isinstance(state, dict) or not wanted <= state.keys() or state["version"] != VERSION:
         raise ValueError(f"this is not a state of isles.DiLoCo (version {VERSION})")
     pairs = ((name, state["method"].get(name), here) for name, here in method.as_dict().items())

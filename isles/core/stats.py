@@ -1,7 +1,7 @@
 """What synchronisation has cost an island, as running totals (`Stats`) and one thing at a time (`Event`).
 
-For whoever profiles a run, `phase` names where the time goes: under torch.profiler there are ranges isles.outer_gradient,
-isles.encode (inside the first, where both are one pass over memory), isles.wait, isles.outer_step and isles.mix.
+Under torch.profiler, `phase` names where the time goes: isles.outer_gradient, isles.encode (inside the first, where
+both are one pass over memory), isles.wait, isles.outer_step, isles.mix.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from isles.core.method import Method
+from isles.core.schedule import Schedule
 from isles.plan import Island, Link, Workload, predict
 from isles.plan.coding import Coding, measure
 from isles.plan.exchange import FRAMING, fragment_round

@@ -71,7 +71,7 @@ class Synchroniser(Protocol):
 
 
 class Islands:
-    """isles in a training loop, as a user would put it there; what a step has cost is what its counters have grown by."""
+    """isles in a training loop, as a user would put it there; a step costs what its counters have grown by."""
 
     closing_bytes = 0
 

@@ -21,7 +21,7 @@ that is part of the form; `mean` waits for what comes to this island and makes t
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -70,16 +70,6 @@ class Transport(Protocol):
     def leave(self, reason: str) -> None: ...
 
     def release(self) -> None: ...
-
-
-class Exchange(Protocol):
-    """The messages of one round."""
-
-    def send(self) -> None: ...
-
-    def reduce(self, headers: Sequence[Header]) -> None: ...
-
-    def mean(self, headers: Sequence[Header]) -> Tensor: ...
 
 
 class AllGather:
@@ -168,10 +158,8 @@ class ReduceScatter:
         return values[: self._payload.numel]
 
 
-FORMS: dict[str, Callable[[Payload, Transport, int], Exchange]] = {
-    "all-gather": AllGather,
-    "reduce-scatter": ReduceScatter,
-}
+Exchange = AllGather | ReduceScatter
+FORMS: dict[str, type[AllGather] | type[ReduceScatter]] = {"all-gather": AllGather, "reduce-scatter": ReduceScatter}
 
 
 def _wait_for_sends(sent: Iterable[Future[None]]) -> None:

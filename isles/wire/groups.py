@@ -36,7 +36,7 @@ def private_group(store: Store, ranks: Sequence[int], timeout_seconds: float) ->
 
 
 def ranks_of(group_or_mesh: Any) -> list[int]:
-    """The global ranks of a process group, of a one-dimensional device mesh, or of a list; None: of the default group."""
+    """The global ranks of a process group, a one-dimensional mesh or a list; None: of the default group."""
     if isinstance(group_or_mesh, DeviceMesh):
         if group_or_mesh.ndim != 1:
             names = group_or_mesh.mesh_dim_names or "its dimensions"
@@ -71,9 +71,8 @@ def ranks_at_the_same_place(island: Sequence[int]) -> list[int]:
     islands = sorted({tuple(json.loads(store.get(str(rank)))) for rank in range(size)})
     if len(islands) == 1:
         raise ValueError(
-            f"the model is spread over all ranks ({list(island)}), so there is no other island to synchronise with: wrap "
-            'it with the ranks of one island only (a mesh of ("island", "rank"), fully_shard(mesh=mesh["rank"]) or '
-            'DistributedDataParallel(process_group=mesh["rank"].get_group())) and pass world=isles.TorchWorld('
+            f"the model is spread over all ranks {list(island)}, so there is no other island: shard or wrap it over "
+            'the ranks of one island only (mesh["rank"] of a mesh ("island", "rank")) and pass world=isles.TorchWorld('
             'mesh["island"]); for one island alone pass world=isles.LocalWorld.alone()'
         )
     members = sorted(rank for ranks in islands for rank in ranks)
@@ -91,7 +90,6 @@ def check_apart(world: object, island: Sequence[int]) -> None:
     shared = sorted(set(getattr(world, "ranks", ())) & set(island) - {dist.get_rank()}) if len(island) > 1 else []
     if shared:
         raise ValueError(
-            f"this world joins ranks {getattr(world, 'ranks', ())}, but ranks {list(island)} train one replica together: "
-            "a world joins the ranks at one place of every island, as "
-            'isles.TorchWorld(mesh["island"]) of a mesh ("island", "rank"); without world= it is found by itself'
+            f"this world joins ranks {shared} of one island {list(island)}, which train one replica together: pass the "
+            'ranks at one place of every island, isles.TorchWorld(mesh["island"]), or no world= at all'
         )

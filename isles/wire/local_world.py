@@ -1,10 +1,9 @@
 """Islands as threads of one process, for research and tests: exact, deterministic, no network.
 
 The islands take turns: one runs until it has to wait for the others, then hands over to the next that can go on. So a
-run has one possible order of events, and each island can have its own random state, swapped in with its turn (torch,
-`random`, and numpy if it is loaded). An island behaves as if it had a process for itself: a program that seeds and draws
-from the global generators gives the same numbers here as under torchrun. It costs no speed where it matters: torch uses
-the cores for one island's operations instead of running two islands' operations side by side.
+run has one possible order of events, and each island can have its own random state, swapped in with its turn: a program
+that seeds and draws from the global generators (torch, `random`, numpy) gives the same numbers here as under torchrun.
+torch uses the cores for one island's operations instead of running two islands' operations side by side.
 
 An island that raises takes the others with it: whoever waits for it, now or later, gets a `LostPeerError`. If all wait
 for messages that nobody will send any more, that is an error too, at once.

@@ -11,8 +11,8 @@ network, so that the link never stands still while something is computed: while 
 bodies of the next are sent. `docs/log.md` ("A full link") has what each is worth. Where it has none (islands as threads
 that take turns), the stages run when somebody waits for the round.
 
-When a peer is lost, the rounds in flight raise `LostPeerError`, and so does every later one. When islands disagree about
-a round, it and every later one raise `MismatchError`; earlier ones are brought to their end.
+When a peer is lost, the rounds in flight raise `LostPeerError`, and so does every later one. When islands disagree
+about a round, it and every later one raise `MismatchError`; earlier ones are brought to their end.
 """
 
 from __future__ import annotations

@@ -14,11 +14,9 @@ link stands still meanwhile. So here
 - long messages go in slices, a slice to each island in turn: the timeout is about silence, not about how long a large
   message takes on a slow link.
 
-When a connection breaks, gloo wakes whoever waits for a message of which nothing has arrived. It does not wake whoever
-waits for the rest of a message that was cut off in the middle, and on a full link there always is one. So `check` looks
-at the connections now and then. An island that leaves first writes why into the store, where the others find it.
-
-`docs/log.md` ("A full link") has what this is worth.
+When a connection breaks, gloo does not wake whoever waits for the rest of a message that was cut off in the middle, and
+on a full link there always is one. So `check` looks at the connections now and then. An island that leaves first writes
+why into the store, where the others find it. `docs/log.md` ("A full link") has what all this is worth.
 """
 
 from __future__ import annotations
@@ -51,10 +49,9 @@ PROBE_SECONDS = 10.0
 class TorchWorld(RoundWorld):
     """The islands of a process group, or of one dimension of a device mesh; None: the default group.
 
-    `timeout` (seconds, or a timedelta) is how long an island may be silent before it counts as lost. It has to be
-    longer than the longest pause of one island: an evaluation, a checkpoint, a slow start. `reduction` is "all-gather",
-    "reduce-scatter" or "auto" (see `isles.wire.reduction`). All ranks of the group make their TorchWorld at the same
-    time. `close` gives its sockets and threads back.
+    `timeout` (seconds, or a timedelta) is how long an island may be silent before it counts as lost: longer than the
+    longest pause of one, an evaluation, a checkpoint, a slow start. `reduction` is "all-gather", "reduce-scatter" or
+    "auto" (see `isles.wire.reduction`). All ranks of the group make their TorchWorld at the same time.
     """
 
     def __init__(

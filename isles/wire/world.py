@@ -1,8 +1,8 @@
 """The protocol between the engine and the network: the only door.
 
-A world joins islands. The engine hands it a *payload*, one encoded outer gradient, and gets back a *handle*. Waiting on
-the handle gives the *mean* over the islands that took part, the same on every island, and says who they were. Nothing
-in the engine knows whether the others are threads, processes or continents, nor how many they are.
+The engine hands a world a *payload*, one encoded outer gradient, and gets back a *handle*. Waiting on it gives the
+*mean* over the islands that took part, the same on every island, and says who they were. Nothing in the engine knows
+whether the others are threads, processes or continents, nor how many they are.
 
     world.start(payload) -> handle    does not block; every island starts the same rounds in the same order
     handle.wait()        -> Mean      blocks; may be called again, and then answers at once
@@ -110,10 +110,7 @@ class Handle(Protocol):
     """A round in flight."""
 
     @property
-    def bytes_sent(self) -> int:
-        """What this island puts on the link for the round, headers included."""
-        ...
-
+    def bytes_sent(self) -> int: ...  # what this island puts on the link for the round, headers included
     @property
     def bytes_received(self) -> int: ...
 
@@ -124,15 +121,9 @@ class World(Protocol):
     """Islands that can average."""
 
     @property
-    def rank(self) -> int:
-        """This island's number, from 0."""
-        ...
-
+    def rank(self) -> int: ...  # this island's number, from 0
     @property
-    def size(self) -> int:
-        """How many islands there are *now*: never build on it staying the same."""
-        ...
-
+    def size(self) -> int: ...  # how many islands there are *now*: never build on it staying the same
     def start(self, payload: Payload) -> Handle: ...
 
     def gather(self, data: bytes) -> list[bytes]: ...
