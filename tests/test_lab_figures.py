@@ -291,7 +291,7 @@ def config_event(method, **more):
 
 def test_the_planner_is_told_of_the_payload_that_was_measured():
     """DiLoCo waits for the whole model in fp32 once in a period: the formula is simple."""
-    config = config_event(Method.diloco(sync_every=10))
+    config = config_event(Method.diloco(sync_every=10), fragments=[{"numel": 700_000, "layers": "0,1,2,3"}])
     found = prediction.predicted(config, [0.1, 0.1], [8e6, 8e6])
     exchange = 8 * found["planned_bytes_sent"] / 2 / 4 / 8e6
     assert found["planned_bytes_sent"] == pytest.approx(2 * 4 * 700_000 * 4, rel=0.01)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,12 +20,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-_numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
+_numbers: weakref.WeakKeyDictionary[Any, dict[Any, Iterator[int]]] = weakref.WeakKeyDictionary()
+"""By default group, which has a store of its own: how many groups have been made for a purpose and these ranks."""
 
 
 def private_store(purpose: str, ranks: Sequence[int]) -> Store:
     """A part of the default group's store for these ranks; all of them call this, as often as the others."""
-    number = next(_numbers[purpose, tuple(ranks)])
+    default = dist.distributed_c10d._get_default_group()
+    number = next(_numbers.setdefault(default, defaultdict(itertools.count))[purpose, tuple(ranks)])
     members = ",".join(map(str, ranks))
     return PrefixStore(f"isles/{purpose}/{members}/{number}", dist.distributed_c10d._get_default_store())
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -42,8 +43,10 @@ from isles.wire.world import LostPeerError
 
 SLICE_BYTES = 1 << 20
 """At most this much is sent at once."""
-PROBE_SECONDS = 10.0
+PROBE_SECONDS = 3.0
 """After so long without a message, connections are tried."""
+STORE_SECONDS = 5.0
+"""So long the store is waited for, when something has gone wrong."""
 
 
 class TorchWorld(RoundWorld):
@@ -94,7 +97,7 @@ class GlooTransport:
         self._posted: set[_Pending] = set()
         """Receives that nothing has come for. If one went away while its connection is open, gloo would try to read
         what comes for it again and again."""
-        self._num_received = self._num_seen = 0
+        self._num_done = self._num_seen = 0
         self._last_progress = time.monotonic()
 
     # ---- messages
@@ -124,7 +127,7 @@ class GlooTransport:
                 raise RuntimeError("aborted")
         except RuntimeError as error:
             raise self._lost(error) from error
-        self._num_received += 1
+        self._num_done += 1
 
     def _send(self, kind: Kind, part: Tensor, target: int) -> None:
         self.finish(self._begin("send", part, target, kind))
@@ -155,30 +158,40 @@ class GlooTransport:
     # ---- peers that are gone
 
     def check(self) -> None:
-        """Raises LostPeerError if an island has left, or if a connection is broken and nothing arrives any more."""
-        if self._num_received > self._num_seen:
-            self._num_seen, self._last_progress = self._num_received, time.monotonic()
-            return
-        if said := self._farewell():
-            raise LostPeerError(said)
-        if time.monotonic() - self._last_progress > min(PROBE_SECONDS, self._timeout_seconds / 4):
+        """Raises LostPeerError if a connection is broken and nothing arrives any more."""
+        if self._num_done > self._num_seen:
+            self._num_seen, self._last_progress = self._num_done, time.monotonic()
+        elif time.monotonic() - self._last_progress > min(PROBE_SECONDS, self._timeout_seconds / 4):
+            self._last_progress = time.monotonic()
             for other, nothing in self._slices([torch.empty(1, dtype=torch.uint8)] * self.size, 1):
                 self._begin("recv", nothing, other, Kind.PROBE)  # a broken connection refuses
 
     def _farewell(self) -> str:
         """What an island said that has left before its time, if one has."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone as well
-            for other in range(self.size):
-                if other != self.rank and self._store.check([f"left/{other}"]):
-                    reason = self._store.get(f"left/{other}").decode(errors="replace")
-                    lost = f"island {self.rank} lost it; restart all islands from their last checkpoint"
-                    return f"island {other} left {reason} ({lost})"
+        for other in range(self.size):
+            if other != self.rank and self._store.check([f"left/{other}"]):
+                reason = self._store.get(f"left/{other}").decode(errors="replace")
+                lost = f"island {self.rank} lost it; restart all islands from their last checkpoint"
+                return f"island {other} left {reason} ({lost})"
         return ""
+
+    def _ask_store(self, action: Callable[[], Any]) -> Any:
+        """What the store says, or None: it may be gone, or behind a link that is down, and is not waited for long."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(action())
+
+        thread = threading.Thread(target=ask, name="isles-store", daemon=True)
+        thread.start()
+        thread.join(STORE_SECONDS)
+        return answers[0] if answers else None
 
     def _lost(self, error: RuntimeError) -> LostPeerError:
         """What an error of gloo's means."""
         silent = "ime" in str(error) and "out" in str(error)
-        if not silent and not self._left and (said := self._farewell()):
+        if not silent and not self._left and (said := self._ask_store(self._farewell)):
             return LostPeerError(said)
         why = f"no answer for {self._timeout_seconds:g} s" if silent else "a connection broke"
         return LostPeerError(
@@ -191,14 +204,11 @@ class GlooTransport:
         if self._left or self._group is None:
             return
         self._left = True
-        with contextlib.suppress(RuntimeError):
-            if reason:
-                self._store.set(f"left/{self.rank}", reason)
-        with contextlib.suppress(RuntimeError):
-            if self.size > 1:  # a receive that times out makes gloo close all connections, and wakes who waits for one
-                nothing = torch.empty(1, dtype=torch.uint8)
-                work = self._group.recv([nothing], (self.rank + 1) % self.size, Kind.PROBE)
-                work.wait(datetime.timedelta(milliseconds=1))
+        if reason:
+            self._ask_store(lambda: self._store.set(f"left/{self.rank}", reason))
+        for other, nothing in self._slices([torch.empty(1, dtype=torch.uint8)] * self.size, 1):
+            with contextlib.suppress(RuntimeError):  # a receive that times out makes gloo close all connections
+                self._group.recv([nothing], other, Kind.PROBE).wait(datetime.timedelta(milliseconds=1))
         stop_all([self._sender])
 
     def release(self) -> None:
