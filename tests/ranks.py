@@ -11,7 +11,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -42,19 +42,13 @@ def be_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def run(
-    arguments: Sequence[str],
-    ranks: int,
-    folder: pathlib.Path,
-    environment: Mapping[str, str] | None = None,
-    seconds: float = 240.0,
-) -> Done:
+def run(arguments: Sequence[str], ranks: int, folder: pathlib.Path, seconds: float = 240.0) -> Done:
     """Runs `isles ARGUMENTS` in so many ranks. They meet through a file in the folder, and print into it."""
     own = folder / f"ranks-{os.getpid()}-{next(_numbers)}"
     own.mkdir(parents=True)
-    told = {**(environment or {}), "ISLES_RENDEZVOUS": str(own / "rendezvous")}
+    meeting = {"ISLES_RENDEZVOUS": str(own / "rendezvous")}
     processes = [
-        server.Process(target=_rank, args=(list(arguments), {**told, **variables(rank, ranks)}, str(own / str(rank))))
+        server.Process(target=_rank, args=(list(arguments), variables(rank, ranks) | meeting, str(own / str(rank))))
         for rank in range(ranks)
     ]
     deadline = time.monotonic() + seconds
