@@ -138,8 +138,11 @@ def test_ctrl_c_ends_everything_with_exit_code_130(tmp_path):
     marker = f"2{os.getpid():08d}"
     command = [sys.executable, "-m", "isles.cli", "lab", *SLOW, "--run", str(tmp_path / "lab"), "--command", "--"]
     lab = subprocess.Popen([*command, "setsid", "--wait", "sleep", marker], stderr=subprocess.PIPE)
-    lab_networks.wait_until(lambda: alive(marker), "the command runs")
-    lab.send_signal(signal.SIGINT)
-    assert b"isles lab: interrupted" in lab.communicate()[1]
+    try:
+        lab_networks.wait_until(lambda: alive(marker), "the command runs")
+        lab.send_signal(signal.SIGINT)
+        assert b"isles lab: interrupted" in lab.communicate(timeout=120)[1]
+    finally:
+        lab.kill()
     assert lab.returncode == 130
     lab_networks.wait_until(lambda: not alive(marker), "the command is gone")
