@@ -84,8 +84,7 @@ class AllGather:
         bodies = [self._payload.body] * self._transport.size
         self._sent += self._transport.send(Kind.BODY, bodies, self._sequence)
 
-    def reduce(self, headers: Sequence[Header]) -> None:
-        """Everybody averages for itself."""
+    def reduce(self, headers: Sequence[Header]) -> None: ...  # everybody averages for itself
 
     def mean(self, headers: Sequence[Header]) -> Tensor:
         bodies = self._bodies.wait()

@@ -125,15 +125,13 @@ class LocalTransport:
             if other != self.rank:
                 self._turns.boxes[kind, self.rank, other].append(messages[other])
 
-    def check(self) -> None:
-        """Nobody waits without giving the turn away."""
+    def check(self) -> None: ...  # nobody waits without giving the turn away
 
     def leave(self, reason: str) -> None:
         if reason:
             self._turns.fail(f"island {self.rank} left {reason}")
 
-    def release(self) -> None:
-        """There is nothing to give back."""
+    def release(self) -> None: ...  # there is nothing to give back
 
 
 @dataclass(frozen=True)
