@@ -139,8 +139,8 @@ def test_islands_of_two_ranks_are_islands_of_one(style, method, plain, tmp_path)
     results = processes.values(train_to_the_end, 4, tmp_path, style, 2, method)
     models, shown = [result[0] for result in results], results[0][3]
     assert all(model == models[0] for model in models), "all ranks of all islands end with the same model, bit for bit"
-    # e3m0 cuts its blocks elsewhere on two ranks: other roundings, the same training; once more in the closing round, so
-    # the global model before it is compared. In the closing round bf16 may round what is at a tie to the other side.
+    # e3m0 cuts its blocks elsewhere on two ranks: other roundings, the same training; once more in the closing round,
+    # so the global model before it is compared. There bf16 may round what is at a tie to the other side.
     if method == "e3m0":
         close(shown, plain[method][0][3], 2e-2)
     else:
