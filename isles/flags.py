@@ -73,6 +73,8 @@ def _reader(hint: Any) -> Callable[[str], Any]:
     if len(options) == 1 and options[0] in (int, float, str):
         return options[0]  # type: ignore[no-any-return]
     assert any(typing.get_origin(option) is Sequence for option in options), f"no way to read {hint} from a flag"
+    if Sequence[tuple[int, int]] in options:
+        return _pairs
     return _number_or_list if int in options else _list
 
 
@@ -86,6 +88,14 @@ def _number_or_list(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a JSON list") from None
+
+
+def _pairs(text: str) -> list[tuple[int, int]]:
+    """Pairs of whole numbers: 50x3,25x6."""
+    try:
+        return [(int(first), int(second)) for first, second in (part.split("x") for part in text.split(",") if part)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of pairs such as 50x3,25x6") from None
 
 
 def _list(text: str) -> list[int]:

@@ -3,7 +3,8 @@
 Written from the formulas alone: nothing of `isles.core` or of a world is used, all islands live in one loop, nothing is
 ever in flight, and the codec is a black box that a vector goes through. A fragment is a list of parameter names. With
 the papers' letters: t step, m island, p fragment, H `sync_every`, t_p `offsets[p]`, tau `overlap`, alpha `mixing`, mu
-`outer_momentum`, k `delay_rounds`, w_m `weights[m]`.
+`outer_momentum`, k `delay_rounds`, w_m `weights[m]`. Ours, not the papers': `dense_start` puts shorter rounds first, in
+which the islands are averaged, and over `warmup_rounds` after them lr goes from 1 and mu from 0 to their values.
 
 Below it is the toy problem that both sides train. Its numbers are small multiples of powers of two and its inner
 learning rate is one, so that an inner step is rounded in the same way on every processor, with fused multiply-adds or
@@ -41,6 +42,8 @@ class Reference:
     outer_lr: float = 0.4
     outer_momentum: float = 0.9
     nesterov: bool = True
+    dense_start: Sequence[tuple[int, int]] = ()
+    warmup_rounds: int = 0
     update: str = "fresh"
     delay_rounds: int = 1
     reencode_mean: bool = False
@@ -75,17 +78,30 @@ class Reference:
 
     def run(self, steps: int) -> Iterator[list[Weights]]:
         """Trains; after every step yields the weights of every island. A fragment without names is never sent."""
+        sends, applies = self.calendar(steps)
         for t in range(1, steps + 1):
             self.t = t
             for m in range(len(self.weights)):
                 self.inner_step(m, t, self.theta[m])
-            for p, t_p in enumerate(self.offsets):
-                if self.fragments[p] and (t - t_p) % self.sync_every == 0:
+            for p in range(len(self.fragments)):
+                if self.fragments[p] and (p, t) in sends:
                     self.send(p)
-            for p, t_p in enumerate(self.offsets):
-                if self.fragments[p] and t > self.overlap and (t - t_p - self.overlap) % self.sync_every == 0:
+            for p in range(len(self.fragments)):
+                if self.fragments[p] and (p, t) in applies:
                     self.apply(p)
             yield self.theta
+
+    def calendar(self, steps: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+        """When fragments are sent, and when results are applied: pairs of fragment and step."""
+        sends, applies, begin = set(), set(), 0
+        for rounds, h in (*self.dense_start, (steps, self.sync_every)):
+            for p, t_p in enumerate(self.offsets):
+                first = math.ceil(t_p * h / self.sync_every) or h
+                for r in range(rounds):
+                    sends.add((p, begin + first + r * h))
+                    applies.add((p, begin + first + r * h + min(self.overlap, h - 1)))
+            begin += rounds * h
+        return sends, applies
 
     def send(self, p: int) -> None:
         """Delta_m = anchor - theta_m, through the codec; and the mean of them over the islands."""
@@ -113,7 +129,8 @@ class Reference:
     def apply(self, p: int) -> None:
         """anchor = OuterOpt(anchor, Delta); theta = alpha * theta + (1 - alpha) * anchor."""
         for m in range(len(self.weights)):
-            self.outer_step(m, p, self.outer_gradient(m, p))
+            late = 0 if self.update == "fresh" else self.delay_rounds
+            self.outer_step(m, p, self.outer_gradient(m, p), len(self.mean[p]) - late)
             mixed = self.mixing * flatten(self.theta[m], self.fragments[p]) + (1 - self.mixing) * self.anchor[m][p]
             unflatten(mixed, self.theta[m], self.fragments[p])
         self.used[p] = len(self.mean[p]) - (0 if self.update == "fresh" else self.delay_rounds)
@@ -132,12 +149,17 @@ class Reference:
         stale = self.sent[m][p][-1 - self.delay_rounds] if there_is_one else zero
         return late_mean + share * fresh - share * stale
 
-    def outer_step(self, m: int, p: int, delta: Tensor) -> None:
+    def outer_step(self, m: int, p: int, delta: Tensor, number: int) -> None:
         """v = mu * v + Delta; anchor = anchor - lr * (Delta + mu * v)."""
         self.outer_steps[m][p] += 1
-        v = self.velocity[m][p] = self.outer_momentum * self.velocity[m][p] + delta
-        direction = delta + self.outer_momentum * v if self.nesterov else v
-        self.anchor[m][p] = self.anchor[m][p] - self.outer_lr * direction
+        lr, mu = self.outer_lr, self.outer_momentum
+        warm = number - 1 - sum(rounds for rounds, _ in self.dense_start)
+        if warm < self.warmup_rounds:
+            part = max(0, warm) / max(1, self.warmup_rounds)
+            lr, mu = 1 + part * (lr - 1), part * mu
+        v = self.velocity[m][p] = mu * self.velocity[m][p] + delta
+        direction = delta + mu * v if self.nesterov else v
+        self.anchor[m][p] = self.anchor[m][p] - lr * direction
 
     def finish(self) -> Weights:
         """What has not been applied yet is, without mixing; then one more outer step takes what has not been sent yet
@@ -150,12 +172,13 @@ class Reference:
             for number in range(max(self.used[p], 0), len(self.mean[p])):
                 for m, w_m in enumerate(self.weights):
                     own = self.sent[m][p][number] * (w_m / sum(self.weights))
-                    self.outer_step(m, p, self.mean[p][number] - (own if self.update == "eager" else 0.0))
+                    delta = self.mean[p][number] - (own if self.update == "eager" else 0.0)
+                    self.outer_step(m, p, delta, number + 1)
             for m in range(len(self.weights)) if closing is not None else ():
                 if self.outer_steps[m][p] == 0:
                     self.anchor[m][p] = self.anchor[m][p] - closing
                 else:
-                    self.outer_step(m, p, closing)
+                    self.outer_step(m, p, closing, self.outer_steps[m][p])
             if self.update == "eager":
                 total = sum(w_m * self.anchor[m][p] for m, w_m in enumerate(self.weights))
                 unflatten(total / sum(self.weights), result, names)

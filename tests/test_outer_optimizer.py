@@ -121,6 +121,14 @@ def by_hand(make_outer, every, rounds):
 
 
 @pytest.mark.parametrize("outer", OUTER)
+def test_in_a_dense_start_islands_are_averaged_whatever_the_outer_optimizer(outer):
+    method = isles.Method.diloco(sync_every=4, dense_start=[(3, 2)])
+    expected = by_hand(lambda anchors: torch.optim.SGD(anchors, lr=1.0), every=2, rounds=3)
+    for weights in isles.run_local(lambda world: Island(world, method, outer).train(6)[-1], 2):
+        close(weights, expected)
+
+
+@pytest.mark.parametrize("outer", OUTER)
 def test_the_outer_gradient_is_its_gradient(outer):
     method = isles.Method.diloco(sync_every=4)
     expected = by_hand(OUTER[outer], every=4, rounds=3)

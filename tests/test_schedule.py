@@ -4,12 +4,17 @@ function of the step: the same on every island, from whatever step one starts to
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import isles
 from isles.core.schedule import Due, Schedule
+from tests.starts import dense_starts
 
 SWEEP = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -122,6 +127,69 @@ def test_no_fragment_is_sent_again_before_its_last_result_is_in(method_and_sched
             in_flight.add(due.fragment)
         for due in schedule.applies(step):
             in_flight.remove(due.fragment)
+
+
+@st.composite
+def with_dense_start(draw, updates=("fresh", "delayed", "eager")):
+    method, _ = draw(schedules(updates))
+    method = dataclasses.replace(method, dense_start=draw(dense_starts(method.sync_every)))
+    return method, Schedule.of(method, method.fragments)
+
+
+@SWEEP
+@given(with_dense_start())
+def test_every_fragment_has_all_rounds_of_every_stage_of_a_dense_start(method_and_schedule):
+    method, schedule = method_and_schedule
+    begin, number = 0, 0
+    for rounds, every in method.dense_start:
+        stage = range(begin + 1, begin + rounds * every + 1)
+        for fragment in range(method.fragments):
+            sent = [(step, due.round) for step in stage for due in schedule.sends(step) if due.fragment == fragment]
+            assert [found for _, found in sent] == list(range(number + 1, number + rounds + 1))
+            assert {after - before for (before, _), (after, _) in itertools.pairwise(sent)} <= {every}
+        begin, number = begin + rounds * every, number + rounds
+    assert schedule.start_steps == begin
+
+
+@SWEEP
+@given(with_dense_start())
+def test_after_a_dense_start_all_is_as_without_it(method_and_schedule):
+    method, schedule = method_and_schedule
+    plain, begin = Schedule.of(dataclasses.replace(method, dense_start=()), method.fragments), schedule.start_steps
+    for step in range(1, 3 * method.sync_every):
+        shifted = [(due.fragment, due.round - method.dense_rounds) for due in schedule.sends(begin + step)]
+        assert shifted == list(plain.sends(step))
+
+
+@SWEEP
+@given(with_dense_start(updates=("fresh",)))
+def test_every_round_of_a_dense_start_is_applied_once_before_the_fragment_is_sent_again(method_and_schedule):
+    method, schedule = method_and_schedule
+    in_flight: dict[int, int] = {}
+    horizon = schedule.start_steps + 4 * method.sync_every
+    for step in range(1, horizon):
+        for due in schedule.sends(step):
+            assert due.fragment not in in_flight
+            in_flight[due.fragment] = due.round
+        applied = schedule.applies(step)
+        assert [due.fragment for due in applied] == sorted({due.fragment for due in applied})
+        for due in applied:
+            assert in_flight.pop(due.fragment) == due.round
+    sent, applied_at = sends(schedule, horizon), applies(schedule, horizon)
+    ends = itertools.accumulate(rounds for rounds, _ in method.dense_start)
+    stages = [*zip(ends, (every for _, every in method.dense_start), strict=True), (math.inf, method.sync_every)]
+    for (fragment, number), step in applied_at.items():
+        every = next(length for end, length in stages if number <= end)
+        assert step - sent[fragment, number] == min(method.overlap, every - 1)
+
+
+@SWEEP
+@given(with_dense_start(updates=("delayed", "eager")))
+def test_in_a_dense_start_too_late_means_are_late_by_rounds(method_and_schedule):
+    method, schedule = method_and_schedule
+    for step in range(1, schedule.start_steps + 3 * method.sync_every):
+        late = [(due.fragment, due.round - method.delay_rounds) for due in schedule.sends(step)]
+        assert late == list(schedule.applies(step))
 
 
 def test_several_fragments_can_be_in_flight():

@@ -24,6 +24,7 @@ import isles
 from isles.core.fragments import cut
 from isles.core.outer import OuterSGD
 from tests.reference import Reference, Tower, largest_difference, same, toy_backward, toy_inner_step, weights_of
+from tests.starts import dense_starts
 
 torch.set_num_threads(1)
 CODECS = sorted(isles.codecs)
@@ -115,14 +116,14 @@ def test_one_fragment_without_overlap_is_diloco_in_ten_lines():
 def test_outer_optimizer_is_the_one_of_torch(momentum, nesterov):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1000, generator=generator)
-    outer = OuterSGD(lr=0.4, momentum=momentum, nesterov=nesterov)
+    outer = OuterSGD(momentum=momentum > 0, nesterov=nesterov)
     anchor, theirs = start.clone(), nn.Parameter(start.clone())
     velocity = outer.init(anchor)
     sgd = torch.optim.SGD([theirs], lr=0.4, momentum=momentum, nesterov=nesterov and momentum > 0)
     for _ in range(20):
         delta = torch.randn(1000, generator=generator)
         before = delta.clone()
-        outer.update(anchor, delta, velocity)
+        outer.update(anchor, delta, velocity, 0.4, momentum)
         theirs.grad = before
         sgd.step()
         assert torch.equal(delta, before), "the mean is shared by all islands, so it must be left alone"
@@ -152,6 +153,8 @@ def any_method(draw, updates: tuple[str, ...]):
         "outer_lr": draw(st.sampled_from([0.4, 1.0])),
         "outer_momentum": draw(st.sampled_from([0.0, 0.9])),
         "nesterov": draw(st.booleans()),
+        "dense_start": draw(dense_starts(every, most_steps=12)),
+        "warmup_rounds": draw(st.sampled_from([0, 0, 2, 5])),
         "update": update,
         "delay_rounds": 1 if update == "fresh" else draw(st.integers(1, 2)),
     }
@@ -168,7 +171,7 @@ def case(layers: int = 3, weights: tuple[float, ...] = (1.0, 2.0), form: str = "
 def check_against_the_reference(knobs, layers, weights, form) -> None:
     method = isles.Method(**knobs)
     rounds = 3 if method.update == "fresh" else 3 + method.delay_rounds
-    steps = rounds * method.sync_every + method.overlap + 1
+    steps = sum(r * h for r, h in method.dense_start) + rounds * method.sync_every + method.overlap + 1
 
     def island(world):
         model = Tower(layers)
@@ -190,6 +193,7 @@ def check_against_the_reference(knobs, layers, weights, form) -> None:
     if method.error_feedback:
         codec = codec.contracting()
     shared = ("sync_every", "overlap", "mixing", "error_feedback", "outer_lr", "outer_momentum", "nesterov", "update")
+    shared += ("dense_start", "warmup_rounds")
     reference = Reference(
         start=weights_of(model),
         inner_step=toy_inner_step,
@@ -222,6 +226,7 @@ SWEEP = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 @example(case(sync_every=7, fragments=3, overlap=6, mixing=0.5))  # no multiple, and all fragments in flight at once
 @example(case(sync_every=4, fragments=6, layers=2, overlap=3, codec="e3m0"))  # more fragments than there are parts
 @example(case(sync_every=1, fragments=4, codec="int8"))
+@example(case(sync_every=6, fragments=4, overlap=5, dense_start=[(2, 1), (3, 3)], warmup_rounds=3, mixing=0.25))
 @example(case(sync_every=6, fragments=2, offsets=(5, 5), overlap=2, error_feedback=True, codec="int4"))
 def test_streaming_is_the_reference(settings_of_a_run):
     check_against_the_reference(*settings_of_a_run)

@@ -273,7 +273,7 @@ def test_outer_step_is_the_same(momentum, nesterov, lr, without_kernels, monkeyp
     ran, run_kernel = [], outer_module._run_kernel
     noted = lambda *arguments: run_kernel(*arguments) and (ran.append(arguments[0]) or True)
     monkeypatch.setattr(outer_module, "_run_kernel", noted)
-    outer = OuterSGD(lr=lr, momentum=momentum, nesterov=nesterov)
+    outer, settings = OuterSGD(momentum=momentum > 0, nesterov=nesterov), (lr, momentum)
     for scale in (1e-42, 1e-5, 1.0, 1e37):
         anchor = gaussian(10_007, 1, scale)
         velocity = gaussian(10_007, 2, scale) if momentum else None
@@ -281,11 +281,11 @@ def test_outer_step_is_the_same(momentum, nesterov, lr, without_kernels, monkeyp
         for step in range(3):
             mean = gaussian(10_007, 3 + step, scale)
             before = mean.clone()
-            aside = outer.update_aside(anchor, mean, velocity)
-            expected = without_kernels(outer.update_aside, anchor, mean, velocity)
+            aside = outer.update_aside(anchor, mean, velocity, *settings)
+            expected = without_kernels(outer.update_aside, anchor, mean, velocity, *settings)
             assert all(one is two is None or same(one, two) for one, two in zip(aside, expected, strict=True))
-            without_kernels(outer.update, anchor, mean, velocity)
-            outer.update(other, mean, speed)
+            without_kernels(outer.update, anchor, mean, velocity, *settings)
+            outer.update(other, mean, speed, *settings)
             assert same(other, anchor)
             assert same(aside[0], anchor), "a step in other memory is the same step"
             assert same(mean, before)

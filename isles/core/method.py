@@ -8,7 +8,8 @@ One engine runs every method: what differs between DiLoCo, Streaming DiLoCo, del
     what is kept of one's own     mixing
     what crosses the link         codec, rounding, error_feedback
 
-and the outer optimizer on top (outer_lr, outer_momentum, nesterov). A `Method` is checked when it is made: a value that
+and the outer optimizer on top (outer_lr, outer_momentum, nesterov), with what is different in the first rounds
+(dense_start, warmup_rounds). A `Method` is checked when it is made: a value that
 cannot work is a `ValueError` that says what to write instead. This module imports no torch, so that a command line can
 list the knobs without loading it.
 """
@@ -16,6 +17,7 @@ list the knobs without loading it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -65,6 +67,12 @@ class Method:
     """mu: momentum of the outer optimizer."""
     nesterov: bool = True
     """Nesterov's form of the momentum."""
+    dense_start: Sequence[tuple[int, int]] = ()
+    """Shorter rounds before the ordinary ones, as (rounds, steps of each): ((50, 3),) are fifty rounds of three steps.
+    In them islands are plainly averaged."""
+    warmup_rounds: int = 0
+    """Over so many rounds after the dense start the outer optimizer goes from plain averaging (learning rate 1, no
+    momentum) to its own settings, linearly."""
     update: Update = "fresh"
     """Which mean an outer step uses: this round's ("fresh"), an earlier round's ("delayed"), or an earlier round's with
     the island's own share brought up to date ("eager")."""
@@ -76,6 +84,7 @@ class Method:
 
         for name in ("sync_every", "fragment_layers", "delay_rounds"):
             self._must(name, _is_integer(getattr(self, name), 1), "an integer of at least 1")
+        self._must("warmup_rounds", _is_integer(self.warmup_rounds, 0), "an integer of at least 0")
         for name, kind in {"pattern": Pattern, "update": Update, "rounding": Rounding}.items():
             self._must(name, getattr(self, name) in get_args(kind), f"one of {', '.join(get_args(kind))}")
         if self.codec not in list(codecs):
@@ -92,6 +101,7 @@ class Method:
         self._must("overlap", _is_integer(self.overlap, 0, last), in_time)
         self._check_fragments()
         self._check_offsets()
+        self._check_dense_start()
         if self.update == "fresh" and self.delay_rounds != 1:
             given = f"delay_rounds={self.delay_rounds}"
             raise ValueError(f'{given} has no meaning with update="fresh": use "delayed" or "eager"')
@@ -128,6 +138,17 @@ class Method:
         object.__setattr__(self, "offsets", tuple(offsets))
         if self.fragments is not None:
             self.check_offset_count(self.fragments if isinstance(self.fragments, int) else len(self.fragments))
+
+    def _check_dense_start(self) -> None:
+        start, longest = self.dense_start, self.sync_every
+        good = _is_list(start) and all(
+            _is_list(part) and len(part) == 2 and _is_integer(part[0], 1) and _is_integer(part[1], 1, longest)
+            for part in start
+        )
+        good = good and all(one[1] <= other[1] for one, other in itertools.pairwise(start))
+        wanted = f"a list of pairs (rounds, steps of each), with steps that grow, from 1 to {longest} (sync_every)"
+        self._must("dense_start", good, wanted)
+        object.__setattr__(self, "dense_start", tuple((rounds, every) for rounds, every in start))
 
     def check_offset_count(self, fragments: int) -> None:
         """Raises unless `offsets`, when given, has one entry per fragment; called again when the model has been cut."""
@@ -169,6 +190,25 @@ class Method:
         longest = sync_every - 1 if _is_integer(sync_every, 1) else 0
         return cls.streaming(**{"overlap": longest, "mixing": 0.75, **knobs})
 
+    def outer_at(self, number: int) -> tuple[float, float]:
+        """Learning rate and momentum of the outer step with this round of a fragment. Rounds count from 1; the outer
+        steps that eager updates take before there is a mean are numbered 0 and below.
+
+        >>> method = Method(dense_start=[(50, 3)], warmup_rounds=10, outer_lr=0.5)
+        >>> method.outer_at(50), method.outer_at(56), method.outer_at(61)
+        ((1.0, 0.0), (0.75, 0.45), (0.5, 0.9))
+        """
+        after = max(0, number - 1) - self.dense_rounds
+        if after >= self.warmup_rounds:
+            return self.outer_lr, self.outer_momentum
+        part = max(0, after) / self.warmup_rounds if self.warmup_rounds else 0.0
+        return 1 + part * (self.outer_lr - 1), part * self.outer_momentum
+
+    @property
+    def dense_rounds(self) -> int:
+        """Rounds of the dense start."""
+        return sum(rounds for rounds, _ in self.dense_start)
+
     @property
     def lateness(self) -> int:
         """Inner steps between the send of a round and the outer step that uses it."""
@@ -180,6 +220,7 @@ class Method:
         if isinstance(self.fragments, tuple):
             fields["fragments"] = [list(names) for names in self.fragments]
         fields["offsets"] = None if self.offsets is None else list(self.offsets)
+        fields["dense_start"] = [list(part) for part in self.dense_start]
         return fields
 
 

@@ -37,42 +37,47 @@ MAKE_OPTIMIZER = f"a function from a list of anchors to a torch.optim.Optimizer,
 
 
 class OuterSGD:
-    """SGD with (Nesterov) momentum on a flat fp32 anchor, in place; its state, the velocity, is the caller's."""
+    """SGD with (Nesterov) momentum on a flat fp32 anchor, in place; its state, the velocity, is the caller's.
 
-    def __init__(self, *, lr: float, momentum: float, nesterov: bool) -> None:
-        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+    Learning rate and momentum are those of the round, `Method.outer_at`.
+    """
+
+    def __init__(self, *, momentum: bool, nesterov: bool) -> None:
+        self.momentum, self.nesterov = momentum, nesterov
         self._spare: dict[int, list[Position]] = defaultdict(list)
         """Used memory, by the number of values: several times as fast as new memory, which the system has to clear."""
 
     @classmethod
     def of(cls, method: Method) -> OuterSGD:
-        return cls(lr=method.outer_lr, momentum=method.outer_momentum, nesterov=method.nesterov)
+        return cls(momentum=method.outer_momentum > 0, nesterov=method.nesterov)
 
     def init(self, anchor: Tensor) -> Tensor | None:
         """The velocity before the first update; None where there is no momentum to remember."""
         return torch.zeros_like(anchor) if self.momentum else None
 
-    def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
+    def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None, lr: float, momentum: float) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
         if velocity is None:
-            anchor.sub_(mean * self.lr)
+            anchor.sub_(mean * lr)
             return
-        if self.nesterov and _run_kernel("nesterov", [anchor, mean, velocity], self.lr, self.momentum):
+        if self.nesterov and _run_kernel("nesterov", [anchor, mean, velocity], lr, momentum):
             return
-        velocity.mul_(self.momentum).add_(mean)
-        direction = velocity.mul(self.momentum).add_(mean) if self.nesterov else velocity
-        anchor.sub_(direction * self.lr)
+        velocity.mul_(momentum).add_(mean)
+        direction = velocity.mul(momentum).add_(mean) if self.nesterov else velocity
+        anchor.sub_(direction * lr)
 
-    def update_aside(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None) -> Position:
+    def update_aside(
+        self, anchor: Tensor, mean: Tensor, velocity: Tensor | None, lr: float, momentum: float
+    ) -> Position:
         """The same in other memory, so that it may be done before its time: anchor and velocity after the step."""
         spare, size = self._spare[anchor.numel()], (anchor.numel(), anchor.device)
         new_anchor, new_velocity = spare.pop() if spare else (empty(*size), empty(*size) if self.momentum else None)
         if velocity is not None and new_velocity is not None:
             vectors = [anchor, mean, velocity, new_anchor, new_velocity]
-            if self.nesterov and _run_kernel("nesterov_into", vectors, self.lr, self.momentum):
+            if self.nesterov and _run_kernel("nesterov_into", vectors, lr, momentum):
                 return new_anchor, new_velocity
             new_velocity.copy_(velocity)
-        self.update(new_anchor.copy_(anchor), mean, new_velocity)
+        self.update(new_anchor.copy_(anchor), mean, new_velocity, lr, momentum)
         return new_anchor, new_velocity
 
     def give_back(self, anchor: Tensor, velocity: Tensor | None) -> None:

@@ -121,7 +121,8 @@ class Rounds:
         if eager or state.residual is not None or _is_encoded(delta) or not delta.is_cpu:
             encoded = self._encode(delta)
         sent = Sent(weight / self.total_weight if eager and not closing else 0.0, closing)
-        then = functools.partial(self._step_aside, state, sent) if self._steps_in_background and not closing else None
+        aside = functools.partial(self._step_aside, state, sent, due.round)
+        then = aside if self._steps_in_background and not closing else None
         where = (due.fragment, due.round, self.codec, fragment.numel)
         sent.payload = Payload(*where, weight, encoded, self.step, then)
         if state.residual is not None and not sits_out:
@@ -182,15 +183,15 @@ class Rounds:
         sent = state.rounds.pop(due.round, None)
         mean = None if sent is None else self._wait_for(sent, due)
         for missed in mean.missed if mean is not None else ():
-            self._follow(missed.fragment, missed.mean)
+            self._follow(Due(missed.fragment, missed.round), missed.mean)
             self.stats.catch_up_rounds += 1
             self._tell("catch_up", Due(missed.fragment, missed.round))
         if mean is not None and not mean.included:
-            self._follow(due.fragment, mean)
+            self._follow(due, mean)
             self.stats.excluded_rounds += 1
             self._tell("excluded", due)
             return
-        self._outer_step(due.fragment, sent, mean, fresh)
+        self._outer_step(due, sent, mean, fresh)
         with phase("isles.mix"):
             mix(self.fragments[due.fragment], self.offload.take(due.fragment).anchor, self._method.mixing)
 
@@ -207,12 +208,12 @@ class Rounds:
         self._tell("apply", due, seconds=seconds)
         return mean
 
-    def _outer_step(self, index: int, sent: Sent | None, mean: Mean | None, fresh: Sent | None = None) -> None:
+    def _outer_step(self, due: Due, sent: Sent | None, mean: Mean | None, fresh: Sent | None = None) -> None:
         """anchor = OuterOpt(anchor, Delta), where Delta is the mean of the round that is due.
 
         With eager updates, Delta = mean + share * own fresh contribution - share * own contribution in the mean.
         """
-        state = self.offload.take(index, changing=("anchor", "velocity"))
+        state = self.offload.take(due.fragment, changing=("anchor", "velocity"))
         if sent is not None and sent.stepped is not None and not (mean and mean.missed):
             self._sgd.give_back(state.anchor, state.velocity)
             state.anchor, state.velocity = sent.stepped
@@ -228,11 +229,14 @@ class Rounds:
             if closing and state.outer_steps == 0:
                 state.anchor.sub_(delta)
                 return
+            number = state.outer_steps if closing else due.round
             state.outer_steps += 1
-            if self.torch_outer is not None:
-                self.offload.step_at_home(index, self.torch_outer.update, delta)
+            if self.torch_outer is None:
+                self._sgd.update(state.anchor, delta, state.velocity, *self._method.outer_at(number))
+            elif max(1, number) <= self._method.dense_rounds:
+                state.anchor.sub_(delta)
             else:
-                self._sgd.update(state.anchor, delta, state.velocity)
+                self.offload.step_at_home(due.fragment, self.torch_outer.update, delta)
 
     def _refreshed(self, mean: Tensor | None, fresh: Sent | None, stale: Sent | None, anchor: Tensor) -> Tensor | None:
         """mean + share * fresh - share * stale, where there are such."""
@@ -243,7 +247,7 @@ class Rounds:
                 own.payload.codec.accumulate(own.payload.body.to(anchor.device), mean, sign * own.share)
         return mean
 
-    def _step_aside(self, state: OuterState, sent: Sent, mean: Mean) -> None:
+    def _step_aside(self, state: OuterState, sent: Sent, number: int, mean: Mean) -> None:
         """Takes the outer step in the background, as soon as the mean has arrived; it takes effect when it is due.
 
         Nothing reads an anchor between the step at which its fragment is sent and the one at which the result is
@@ -251,13 +255,14 @@ class Rounds:
         other memory.
         """
         if mean.weights:
-            sent.stepped = self._sgd.update_aside(state.anchor, mean.values, state.velocity)
+            settings = self._method.outer_at(number)
+            sent.stepped = self._sgd.update_aside(state.anchor, mean.values, state.velocity, *settings)
 
-    def _follow(self, index: int, mean: Mean) -> None:
+    def _follow(self, due: Due, mean: Mean) -> None:
         """An outer step that this island had no part in."""
-        old = self.offload.take(index).anchor.clone()
-        self._outer_step(index, None, mean)
-        move_along(self.fragments[index], old, self.offload.take(index).anchor)
+        old = self.offload.take(due.fragment).anchor.clone()
+        self._outer_step(due, None, mean)
+        move_along(self.fragments[due.fragment], old, self.offload.take(due.fragment).anchor)
 
     # ---- at the end
 
@@ -273,7 +278,7 @@ class Rounds:
             for number in list(state.rounds):
                 sent = state.rounds.pop(number)
                 mean = sent.handle.wait() if sent.closing else self._wait_for(sent, Due(index, number))
-                self._outer_step(index, sent, mean)
+                self._outer_step(Due(index, number), sent, mean)
             self.offload.write_back()
 
     # ---- counting

@@ -9,6 +9,10 @@ A fragment with offset 0 is first sent at step H, one with offset t_p > 0 alread
 rounds of a fragment are numbered from 1. A delayed or eager outer step happens at *every* send; in the first k rounds
 the mean that it would use does not exist yet, which shows as an apply of round 0 or below.
 
+A dense start puts stages with shorter periods before that. Each is a schedule of its own for so many rounds: with h for
+H, offsets ceil(t_p * h / H), and an overlap of at most h - 1. Every fragment has the same number of rounds in a stage,
+and its last result is in before the first send of the next one.
+
 All islands run the same schedule, hence start the same exchanges in the same order: nothing can deadlock, however many
 fragments are in flight.
 """
@@ -16,7 +20,7 @@ fragments are in flight.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from isles.core.method import Method
@@ -36,11 +40,16 @@ class Schedule:
     >>> schedule = Schedule(sync_every=100, offsets=(0, 50), lateness=1)
     >>> schedule.sends(50), schedule.applies(51), schedule.sends(100)
     ((Due(fragment=1, round=1),), (Due(fragment=1, round=1),), (Due(fragment=0, round=1),))
+    >>> dense = Schedule(sync_every=100, offsets=(0, 50), lateness=1, start=((5, 10),))
+    >>> dense.sends(5), dense.sends(50), dense.sends(100), dense.start_steps
+    ((Due(fragment=1, round=1),), (Due(fragment=0, round=5),), (Due(fragment=1, round=6),), 50)
     """
 
     sync_every: int
     offsets: tuple[int, ...]
     lateness: int
+    start: tuple[tuple[int, int], ...] = ()
+    """The stages of a dense start: rounds, and steps of each."""
 
     @classmethod
     def of(cls, method: Method, fragments: int) -> Schedule:
@@ -48,27 +57,73 @@ class Schedule:
         method.check_offset_count(fragments)
         even = tuple(p * method.sync_every // fragments for p in range(fragments))
         offsets = even if method.offsets is None else tuple(method.offsets)
-        return cls(sync_every=method.sync_every, offsets=offsets, lateness=method.lateness)
+        return cls(method.sync_every, offsets, method.lateness, tuple(method.dense_start))
 
     def sends(self, step: int) -> tuple[Due, ...]:
         """The rounds to send after this step, in the order in which every island sends them."""
-        turns = self._turns.get(step % self.sync_every) if step > 0 else None
-        return () if turns is None else tuple([Due(p, self._round(p, step)) for p in turns])
+        return self._stage(step).sends(step)
+
+    def applies(self, step: int) -> tuple[Due, ...]:
+        """The rounds whose results are to be applied after this step (after this step's sends)."""
+        late_by_rounds = self.lateness // self.sync_every
+        if not self.start:
+            sent = self._stages[0].sends(step - self._stages[0].overlap)
+        else:
+            overlaps = {stage.overlap for stage in self._stages}
+            earlier = ((step - overlap, overlap) for overlap in overlaps)
+            sent = tuple(sorted(due for s, o in earlier if self._stage(s).overlap == o for due in self.sends(s)))
+        return tuple([Due(p, number - late_by_rounds) for p, number in sent]) if late_by_rounds else sent
+
+    @property
+    def start_steps(self) -> int:
+        """Where the dense start ends."""
+        return self._stages[-1].begin
+
+    @property
+    def steady(self) -> Schedule:
+        """The same without a dense start."""
+        return replace(self, start=())
+
+    def _stage(self, step: int) -> _Stage:
+        if step > self.start_steps:
+            return self._stages[-1]
+        return next((stage for stage in reversed(self._stages) if step > stage.begin), self._stages[0])
+
+    @functools.cached_property
+    def _stages(self) -> list[_Stage]:
+        """The dense start, and the ordinary schedule, which has no end."""
+        stages, begin, number = [], 0, 0
+        overlap = self.lateness % self.sync_every
+        for rounds, every in self.start:
+            offsets = tuple(-(-offset * every // self.sync_every) % every for offset in self.offsets)
+            stages.append(_Stage(every, offsets, min(overlap, every - 1), begin, number))
+            begin, number = begin + rounds * every, number + rounds
+        return [*stages, _Stage(self.sync_every, self.offsets, overlap, begin, number)]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Periods of one length, after step `begin` and so many earlier rounds."""
+
+    every: int
+    offsets: tuple[int, ...]
+    overlap: int
+    begin: int
+    earlier_rounds: int
+
+    def sends(self, step: int) -> tuple[Due, ...]:
+        after = step - self.begin
+        turns = self._turns.get(after % self.every) if after > 0 else None
+        return () if turns is None else tuple([Due(p, self._round(p, after)) for p in turns])
 
     @functools.cached_property
     def _turns(self) -> dict[int, list[int]]:
         """The fragments that have their turn at each place of the period: most steps have nothing to do."""
         turns: dict[int, list[int]] = {}
         for fragment, offset in enumerate(self.offsets):
-            turns.setdefault(offset % self.sync_every, []).append(fragment)
+            turns.setdefault(offset, []).append(fragment)
         return turns
 
-    def applies(self, step: int) -> tuple[Due, ...]:
-        """The rounds whose results are to be applied after this step (after this step's sends)."""
-        late_by_rounds, overlap = divmod(self.lateness, self.sync_every)
-        sent = self.sends(step - overlap)
-        return tuple([Due(p, number - late_by_rounds) for p, number in sent]) if late_by_rounds else sent
-
-    def _round(self, fragment: int, step: int) -> int:
+    def _round(self, fragment: int, after: int) -> int:
         offset = self.offsets[fragment]
-        return (step - offset) // self.sync_every + (1 if offset > 0 else 0)
+        return self.earlier_rounds + (after - offset) // self.every + (1 if offset > 0 else 0)

@@ -86,11 +86,12 @@ def predicted(
         coding=coding,
     )
     steps, islands = int(config["config"]["steps"]), len(fleet)
+    step_seconds = found.seconds(steps) / steps if found.start.steps else found.step_seconds
     closing = _closing_bytes(config, method, islands, reduction)
     return {
-        "planned_utilization": float(found.utilisation),
-        "planned_step_seconds": float(found.step_seconds),
-        "planned_bytes_sent": round(found.bytes_per_step * steps * islands) + closing,
+        "planned_utilization": float(found.utilisation * (found.step_seconds / step_seconds)),
+        "planned_step_seconds": float(step_seconds),
+        "planned_bytes_sent": round(found.bytes_sent(steps) * islands) + closing,
         "planned_coding": None if coding is None else dataclasses.asdict(coding),
     }
 

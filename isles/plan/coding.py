@@ -104,7 +104,8 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
     chosen = codecs[codec]
     anchor = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 0.02
     weights, mean = anchor + 1e-3, anchor * 1e-3
-    outer = OuterSGD.of(Method())
+    method = Method()
+    outer = OuterSGD.of(method)
     velocity = outer.init(anchor)
     body = chosen.encode(anchor)
 
@@ -125,7 +126,7 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
         reduction.weighted_mean([body], [1.0], chosen, numel)
 
     def step() -> None:
-        outer.give_back(*outer.update_aside(anchor, mean, velocity))
+        outer.give_back(*outer.update_aside(anchor, mean, velocity, *method.outer_at(1)))
 
     def blend() -> None:
         if not mix_in_place([weights], anchor, 0.5):

@@ -7,7 +7,7 @@ isles as it is (`honest`); *paper* follows the papers' conventions (`paper`). Bo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from isles.plan.coding import Coding
 from isles.plan.exchange import payload_bytes
 from isles.plan.fleet import Island, slowest_bits_per_second
 from isles.plan.goodput import Failures, goodput
+from isles.plan.honest import DenseStart
 from isles.plan.memory import Memory
 from isles.plan.paper import GRID_GBIT, TARGETS, PaperTiming, first_reaching, published_rounding
 from isles.plan.penalty import Penalty, penalty
@@ -75,6 +76,8 @@ class Row:
     """Utilisation at each bandwidth of the grid."""
     gbit_per_s: dict[str, float | None]
     """Bandwidth for each target utilisation; None: no bandwidth of the grid is enough."""
+    start: DenseStart | None = None
+    """What comes before all that: the other figures are those of the steady state."""
 
 
 def compare(question: Question, variants: Sequence[Variant]) -> list[Row]:
@@ -106,10 +109,11 @@ def _honest_row(question: Question, variant: Variant) -> Row:
         payloads = tuple(float(payload_bytes(numel, method.codec, question.workload.ranks)) for numel in sizes)
         schedule, _ = honest.rounds_of(question.workload, question.islands, method)
         kept = memory.of_fragments(schedule, sizes, payloads, on_host=question.outer_on_host)
-    step_seconds = float(prediction.step_seconds[-1])
-    return _row(
-        question, variant, here, step_seconds, prediction.bytes_per_step, prediction.peak_bytes, kept, np.array(curve)
-    )
+    seconds = float(prediction.seconds(question.workload.steps or 0)[-1])
+    dense, step_seconds = prediction.start, float(prediction.step_seconds[-1])
+    sent = (prediction.bytes_per_step, prediction.peak_bytes)
+    row = _row(question, variant, here, step_seconds, seconds, *sent, kept, np.array(curve))
+    return replace(row, start=replace(dense, seconds=dense.seconds[-1])) if dense.steps else row
 
 
 def _paper_row(question: Question, variant: Variant) -> Row:
@@ -125,9 +129,9 @@ def _paper_row(question: Question, variant: Variant) -> Row:
         sizes = tuple(round(count * share) for count in counts)
         payloads = tuple(count * timing.bits_per_layer / 8 for count in counts)
         kept = memory.of_fragments(timing.schedule, sizes, payloads, on_host=question.outer_on_host)
-    return _row(
-        question, variant, here, compute / here, timing.bytes_per_step(), timing.peak_bytes(), kept, np.array(curve)
-    )
+    seconds = (question.workload.steps or 0) * compute / here
+    sent = (timing.bytes_per_step(), timing.peak_bytes())
+    return _row(question, variant, here, compute / here, seconds, *sent, kept, np.array(curve))
 
 
 def _row(
@@ -135,6 +139,7 @@ def _row(
     variant: Variant,
     here: float,
     step_seconds: float,
+    seconds: float,
     bytes_per_step: float,
     peak_bytes: float,
     kept: Memory,
@@ -151,7 +156,7 @@ def _row(
         peak_bytes=peak_bytes,
         memory=kept,
         penalty=penalty(variant.family, variant.sync_every, variant.lateness, question.islands, parameters),
-        days=steps * step_seconds / question.goodput / 86400 if steps and question.goodput else None,
+        days=seconds / question.goodput / 86400 if steps and question.goodput else None,
         curve=curve,
         gbit_per_s={str(target): gbit for target, gbit in zip(TARGETS, shown, strict=True)},
     )

@@ -22,7 +22,7 @@ from isles.plan.anatomy import backward_end
 from isles.plan.coding import Coding
 from isles.plan.exchange import GRADIENT_BYTES, Round, fragment_round, gradient_round
 from isles.plan.fleet import Island, longest_latency_seconds, slowest_bits_per_second
-from isles.plan.simulate import Array, Part, SteadyState, steady_state
+from isles.plan.simulate import Array, Part, run, steady_state
 from isles.plan.workload import Workload, fragment_sizes
 
 if TYPE_CHECKING:
@@ -48,6 +48,32 @@ class Prediction:
     """The most that one island sends after one step."""
     exact_to: Array
     """How far the bounds on `step_seconds` are apart."""
+    start: DenseStart
+
+    def seconds(self, steps: int) -> Array:
+        """Of a run of so many steps."""
+        return self._total(steps, self.start.seconds, self.step_seconds)
+
+    def bytes_sent(self, steps: int) -> float:
+        """By one island in a run of so many steps, without the closing round."""
+        return float(self._total(steps, np.asarray(self.start.num_bytes), np.asarray(self.bytes_per_step)))
+
+    def _total(self, steps: int, in_start: Array, per_step: Array) -> Array:
+        share = min(1.0, steps / self.start.steps) if self.start.steps else 0.0
+        return np.asarray(share * in_start + max(0, steps - self.start.steps) * per_step)
+
+
+@dataclass(frozen=True)
+class DenseStart:
+    """What the first steps of a run are, if they have a period of their own; it does not enter the steady state."""
+
+    steps: int
+    seconds: Array
+    """They take so long, on the slowest island; one for each bandwidth that was asked for."""
+    num_bytes: int
+    """Sent by one island in all of them."""
+    peak_bytes: int
+    """The most that one island sends after one of them."""
 
 
 def predict(
@@ -87,17 +113,25 @@ def predict(
         )
         for due in rounds
     ]
-    steady = _steady(schedule, parts, fleet, _room(method))
-    sent = [
-        sum(due.round.num_bytes for due in rounds if due.fragment in _sent(schedule, step))
-        for step in _period(schedule)
-    ]
+    length, pace = schedule.sync_every, [island.step_seconds for island in fleet]
+    if len(set(pace)) == 1:
+        pace = pace[:1]  # islands that are alike do the same at the same time
+    steady = steady_state(schedule.steady, parts, pace, _room(method))
+    sent = _bytes_after(schedule, rounds, range(schedule.start_steps + 1, schedule.start_steps + length + 1))
+    start = range(1, schedule.start_steps + 1)
+    dense = _bytes_after(schedule, rounds, start)
     return Prediction(
         utilisation=steady.utilisation,
-        step_seconds=steady.period_seconds / schedule.sync_every,
-        bytes_per_step=sum(sent) / schedule.sync_every,
+        step_seconds=steady.period_seconds / length,
+        bytes_per_step=sum(sent) / length,
         peak_bytes=max(sent),
-        exact_to=steady.error_seconds / schedule.sync_every,
+        exact_to=steady.error_seconds / length,
+        start=DenseStart(
+            steps=len(start),
+            seconds=run(schedule, parts, pace, len(start), _room(method)).max(axis=-1),
+            num_bytes=sum(dense),
+            peak_bytes=max(dense, default=0),
+        ),
     )
 
 
@@ -157,16 +191,9 @@ def _room(method: Method | None) -> int:
     return GLOO_THREADS if method is None else MAX_IN_FLIGHT
 
 
-def _steady(schedule: Schedule, parts: list[Part], fleet: Sequence[Island], room: int) -> SteadyState:
-    step_seconds = [island.step_seconds for island in fleet]
-    if len(set(step_seconds)) == 1:
-        step_seconds = step_seconds[:1]  # islands that are alike do the same at the same time
-    return steady_state(schedule, parts, step_seconds, room)
-
-
-def _period(schedule: Schedule) -> range:
-    return range(schedule.sync_every, 2 * schedule.sync_every)
-
-
-def _sent(schedule: Schedule, step: int) -> set[int]:
-    return {due.fragment for due in schedule.sends(step)}
+def _bytes_after(schedule: Schedule, rounds: Sequence[DueRound], steps: range) -> list[int]:
+    """What one island sends after each of these steps."""
+    sizes: dict[int, int] = {}
+    for due in rounds:
+        sizes[due.fragment] = sizes.get(due.fragment, 0) + due.round.num_bytes
+    return [sum(sizes.get(due.fragment, 0) for due in schedule.sends(step)) for step in steps]

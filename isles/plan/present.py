@@ -7,6 +7,7 @@ from typing import Any
 
 from isles.plan.compare import Question, Row
 from isles.plan.fleet import longest_latency_seconds, slowest_bits_per_second
+from isles.plan.honest import DenseStart
 from isles.plan.quantities import format_bandwidth, three_digits
 from isles.plan.recommend import Recommendation
 from isles.view import units
@@ -30,6 +31,7 @@ def text(question: Question, rows: Sequence[Row], best: Recommendation, wanted: 
         _situation(question, sync_every),
         _table([_HEADER, *([*_cells(row)] for row in rows)]),
         _memory_note(question),
+        *(_start_note(row.variant.name, row.start) for row in rows if row.start is not None),
         "Gbit/s needed for a utilisation of",
         _table(
             [["method", *(f"{target} %" for target in rows[0].gbit_per_s)], *(_needed(question, row) for row in rows)]
@@ -95,7 +97,25 @@ def _row_dict(row: Row) -> dict[str, Any]:
         "loss_penalty_percent": row.penalty.percent,
         "quote": row.penalty.quote,
         "python": row.variant.python,
+        "dense_start": None if row.start is None else _start_dict(row.start),
     }
+
+
+def _start_dict(start: DenseStart) -> dict[str, Any]:
+    return {
+        "steps": start.steps,
+        "seconds": float(start.seconds),
+        "bytes": start.num_bytes,
+        "peak_bytes_per_step": start.peak_bytes,
+    }
+
+
+def _start_note(name: str, start: DenseStart) -> str:
+    sent, most = units.number_of_bytes(start.num_bytes), units.number_of_bytes(start.peak_bytes)
+    return (
+        f"{name}: a dense start of {start.steps:,} steps comes before that. It sends {sent}, at most {most} after one "
+        f"step, and takes {units.duration(float(start.seconds))}."
+    )
 
 
 _HEADER = ["method", "bytes/step", "peak", "utilisation", "time to train", "device", "host", "loss"]

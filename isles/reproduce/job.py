@@ -20,7 +20,7 @@ from isles.train import text as sources
 from isles.train.config import TrainConfig
 from isles.train.tokens import TokenSet, prepare
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 """Raised when the engine or the trainer changes so that older records no longer stand for what a run gives now."""
 
 
