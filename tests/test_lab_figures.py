@@ -10,6 +10,7 @@ from isles.core.method import Method
 from isles.lab import figures, nodes, prediction, programs, reference, run, turns
 from isles.lab.network import Counters
 from isles.lab.reference import Turn
+from isles.plan.workload import workload_of
 from isles.train.config import TrainConfig
 
 FOLDER = Path("somewhere")
@@ -313,5 +314,5 @@ def test_data_parallel_is_predicted_too():
 
 
 def test_the_workload_is_the_runs_own_model():
-    work = prediction.workload_of(config_event(Method.streaming()), 0.1)
+    work = workload_of(config_event(Method.streaming()), 0.1)
     assert (work.parameters, work.layers, work.outside_parameters) == (700_000, 4, 300_000)

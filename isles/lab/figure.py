@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from isles.core.method import Method
-from isles.lab import prediction
 from isles.lab.cells import KINDS, Kind
 from isles.lab.sweep import Group, Record, groups
 from isles.plan import Link, alike, predict
 from isles.plan.coding import Coding
 from isles.plan.exchange import FRAMING
 from isles.plan.quantities import format_bandwidth
+from isles.plan.workload import workload_of
 
 COLOURS = ("#4a4a4a", "#c2410c", "#d97706", "#15803d", "#0e7490", "#6d28d9", "#be185d")
 
@@ -67,7 +67,7 @@ def curve(kind: Kind, own: Sequence[Group]) -> tuple[Any, Any]:
     alone = [value for group in own for value in group.values("reference_step_seconds")]
     carried = [value / group.bandwidth for group in own for value in group.values("bandwidth_measured")]
     method = Method(**record["knobs"]) if record["knobs"] else None
-    workload = prediction.workload_of(record, statistics.fmean(alone))
+    workload = workload_of(record, statistics.fmean(alone))
     fleet = alike(kind.islands, workload.step_seconds, Link.symmetric(1e6))
     rates = np.geomspace(min(kind.bandwidths) / 2, max(kind.bandwidths) * 2, 60)
     found = predict(

@@ -14,29 +14,12 @@ from typing import Any
 
 from isles.core.method import Method
 from isles.core.schedule import Schedule
-from isles.plan import Island, Link, Workload, predict
+from isles.plan import Island, Link, predict
 from isles.plan.coding import Coding, measure
 from isles.plan.exchange import FRAMING, fragment_round
+from isles.plan.workload import workload_of
 from isles.view.events import Event
 from isles.wire.reduction import Reduction
-
-OUTSIDE = "outside the layers"
-
-
-def workload_of(config: Event, step_seconds: float, ranks: int = 1) -> Workload:
-    """The model of a run, as its config event describes it."""
-    fragments = config.get("fragments") or []
-    outside = sum(int(each["numel"]) for each in fragments if each["layers"] == OUTSIDE)
-    return Workload(
-        name=str(config.get("name") or "run"),
-        parameters=int(config["parameters"]),
-        layers=max(1, int(config["layers"])),
-        step_seconds=step_seconds,
-        outside_parameters=int(config.get("outside_parameters", outside)),
-        ranks=ranks,
-        tokens_per_step=float(config.get("tokens_per_step") or 0.0),
-    )
-
 
 def coding_of(config: Event, processes: int, timed: bool) -> Coding | None:
     """How fast this machine encodes and decodes for a run, measured at the size of its largest fragment.

@@ -84,10 +84,12 @@ def predict(
     reduction: Reduction = "auto",
     coding: Coding | None = None,
     bits_per_second: Array | None = None,
+    fragments: Sequence[int] | None = None,
 ) -> Prediction:
     """The steady state of a method, or of data-parallel training (None), on a fleet.
 
     `coding`: the codec's speed; None: it takes no time. `bits_per_second`: bandwidths to try instead of the links'.
+    `fragments`: parameters of each fragment, where the cut is known; None: as the engine would cut the workload.
 
     >>> from isles.plan.fleet import Link, alike
     >>> fleet = alike(2, 0.5, Link.symmetric(100e6))
@@ -96,7 +98,7 @@ def predict(
     0.05
     """
     bandwidths = np.asarray(slowest_bits_per_second(fleet) if bits_per_second is None else bits_per_second)
-    schedule, rounds = rounds_of(workload, len(fleet), method, reduction, coding)
+    schedule, rounds = rounds_of(workload, len(fleet), method, reduction, coding, fragments)
     latency = longest_latency_seconds(fleet)
     parts = [
         Part(
@@ -145,13 +147,18 @@ class DueRound:
 
 
 def rounds_of(
-    workload: Workload, islands: int, method: Method | None, reduction: Reduction = "auto", coding: Coding | None = None
+    workload: Workload,
+    islands: int,
+    method: Method | None,
+    reduction: Reduction = "auto",
+    coding: Coding | None = None,
+    fragments: Sequence[int] | None = None,
 ) -> tuple[Schedule, list[DueRound]]:
     """When things are due, and what they cost."""
     if method is None:
         return Schedule(sync_every=1, offsets=(0,), lateness=0), buckets(workload, islands)
     speed = coding or Coding.free()
-    sizes = fragment_sizes(workload, method)
+    sizes = fragments or fragment_sizes(workload, method)
     return Schedule.of(method, len(sizes)), [
         DueRound(
             index,

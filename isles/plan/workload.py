@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isles.plan.quantities import positive
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PAPER_TOKENS_PER_STEP = 2**20
 VOCABULARY = 32_000
+OUTSIDE = "outside the layers"
+"""What a run's config event calls the fragment of everything that is in no layer."""
 RANK_FLOPS = 4e14
 """What one accelerator of a preset's island really computes in a second: an H100 at 40 %."""
 
@@ -70,6 +72,21 @@ class Workload:
         """Parameters of each layer, as equal as whole numbers allow."""
         share, rest = divmod(self.parameters - self.outside_parameters, self.layers)
         return [share + (layer < rest) for layer in range(self.layers)]
+
+
+def workload_of(config: Mapping[str, Any], step_seconds: float, ranks: int = 1) -> Workload:
+    """The model of a run, as its config event describes it."""
+    fragments = config.get("fragments") or []
+    outside = sum(int(each["numel"]) for each in fragments if each["layers"] == OUTSIDE)
+    return Workload(
+        name=str(config.get("name") or "run"),
+        parameters=int(config["parameters"]),
+        layers=max(1, int(config["layers"])),
+        step_seconds=step_seconds,
+        outside_parameters=int(config.get("outside_parameters", outside)),
+        ranks=ranks,
+        tokens_per_step=float(config.get("tokens_per_step") or 0.0),
+    )
 
 
 def check_fragments(fragments: object, layers: int, outside: bool = True) -> None:

@@ -20,7 +20,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from isles.view import series
+from isles.plan.quantities import format_bandwidth
+from isles.view import links, series
 from isles.view.runs import Run, distinct_names, reference, summarize
 from isles.view.table import table
 
@@ -29,13 +30,14 @@ SCRIPTS = (
     "format.js",
     "scale.js",
     "chart.js",
+    "links.js",
     "loss.js",
     "traffic.js",
     "timeline.js",
     "summary.js",
     "page.js",
 )
-STYLES = ("theme.css", "page.css", "summary.css", "chart.css", "print.css")
+STYLES = ("theme.css", "page.css", "summary.css", "chart.css", "links.css", "print.css")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -98,12 +100,15 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     names, summaries = distinct_names(runs), summarize(runs)
     return {
         "reference": reference(runs),
+        "bandwidths": [[bandwidth, format_bandwidth(bandwidth)] for bandwidth in links.BANDWIDTHS],
+        "everyday": links.BANDWIDTHS.index(links.EVERYDAY),
         "runs": [
             {
                 "name": name,
                 "method": run.method_name,
                 "dataParallel": run.data_parallel,
                 "islands": run.islands,
+                "alone": run.alone,
                 "parameters": run.config.get("parameters"),
                 "layers": run.config.get("layers"),
                 "fragments": run.config.get("fragments") or [],
@@ -119,6 +124,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
                 "utilization": series.utilization(run),
                 "flights": series.flights(run),
                 "stepSeconds": _mean_step_seconds(run),
+                "link": _link(run),
                 "sample": run.sample,
                 "config": run.config.get("config") or {},
             }
@@ -141,6 +147,12 @@ def _evals(run: Run) -> list[list[Any]]:
         for event, wall_seconds in run.wall_clock()
         if event["event"] == "eval" and event.get("val_loss") is not None
     ]
+
+
+def _link(run: Run) -> dict[str, Any] | None:
+    """Planned times on each of `links.BANDWIDTHS`; None: this run cannot be planned."""
+    found = links.times(run)
+    return found and {"step": found.step_seconds, "startSteps": found.start_steps, "start": found.start_seconds}
 
 
 def _mean_step_seconds(run: Run) -> float | None:

@@ -60,6 +60,8 @@ class Summary:
     bytes_sent: int
     byte_ratio: float | None
     """How many times fewer bytes for the same number of tokens than the reference run; 1 for the reference itself."""
+    worth: float | None
+    """What the other islands add, as a share of what they add in data-parallel training."""
     peak_bytes_per_step: int
     compute_utilization: float | None
     tokens_per_second: float | None
@@ -99,6 +101,11 @@ class Run:
     def method(self) -> dict[str, Any]:
         """The fields of the run's Method; empty for data-parallel."""
         return self.config.get("method") or {}
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one island without others: it sends nothing."""
+        return bool(self.config) and self.islands == 1
 
     @property
     def lateness(self) -> int:
@@ -142,25 +149,54 @@ class Run:
 
 
 def summarize(runs: list[Run]) -> list[Summary]:
-    """One summary per run. Bytes are compared with the first data-parallel run, or else with the run that sent most."""
+    """One summary per run. Bytes are compared with those of the `reference` run."""
     drafts = [_summary(run) for run in runs]
     index = reference(runs)
     base = _bytes_per_token(drafts[index]) if index is not None else 0.0
     return [
-        dataclasses.replace(draft, byte_ratio=base / own if base and (own := _bytes_per_token(draft)) else None)
-        for draft in drafts
+        dataclasses.replace(
+            draft,
+            byte_ratio=base / own if base and (own := _bytes_per_token(draft)) else None,
+            worth=_worth(number, runs, drafts),
+        )
+        for number, draft in enumerate(drafts)
     ]
 
 
 def reference(runs: list[Run]) -> int | None:
-    """Which run the others are compared with; None if there is nothing to compare."""
-    if len(runs) < 2:
+    """Which run the others are compared with; None if there is nothing to compare.
+
+    The first data-parallel run, or else the run that sent most; never a run of one island, which sends nothing.
+    """
+    several = [index for index, run in enumerate(runs) if run.islands > 1]
+    if len(runs) < 2 or not several:
         return None
-    baseline = next((index for index, run in enumerate(runs) if run.data_parallel), None)
-    if baseline is not None:
-        return baseline
-    sent = [_summary(run).bytes_sent for run in runs]
-    return sent.index(max(sent))
+    baseline = next((index for index in several if runs[index].data_parallel), None)
+    return max(several, key=lambda index: _summary(runs[index]).bytes_sent) if baseline is None else baseline
+
+
+def _worth(number: int, runs: list[Run], summaries: list[Summary]) -> float | None:
+    """(alone - own) / (alone - data-parallel) in final validation loss: 0 is one island alone, 1 is data-parallel.
+
+    All three are finished runs of the same model and length, the data-parallel one of as many islands.
+    """
+    own, islands = summaries[number], runs[number].islands
+    alike = [
+        index
+        for index, (run, summary) in enumerate(zip(runs, summaries, strict=True))
+        if summary.finished
+        and summary.val_loss is not None
+        and summary.steps == own.steps
+        and run.config.get("parameters") == runs[number].config.get("parameters")
+    ]
+    if islands == 1 or number not in alike:
+        return None
+    alone = next((summaries[index].val_loss for index in alike if runs[index].alone), None)
+    together = (index for index in alike if runs[index].data_parallel and runs[index].islands == islands)
+    baseline = next((summaries[index].val_loss for index in together), None)
+    if own.val_loss is None or alone is None or baseline is None or alone <= baseline:
+        return None
+    return (alone - own.val_loss) / (alone - baseline)
 
 
 def _bytes_per_token(summary: Summary) -> float:
@@ -200,7 +236,9 @@ def _summary(run: Run) -> Summary:
         "tokens": tokens,
     }
     known: dict[str, Any] = {name: value if end.get(name) is None else end[name] for name, value in worked_out.items()}
-    return Summary(name=run.name, method=run.method_name, finished=run.end is not None, byte_ratio=None, **known)
+    return Summary(
+        name=run.name, method=run.method_name, finished=run.end is not None, byte_ratio=None, worth=None, **known
+    )
 
 
 def _rounds(events: list[Event]) -> list[Round]:

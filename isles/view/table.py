@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isles.view import units
+from isles.plan.quantities import format_bandwidth
+from isles.view import links, units
 from isles.view.runs import Run, Summary, distinct_names, summarize
 
 
 def table(runs: Sequence[Run]) -> str:
     """Lines of text, without colour, aligned: validation loss, bytes, peak, utilisation and speed of each run.
 
+    What needs other runs to compare with is left out where there are none: `worth`, and the planned time on a slow link.
+
     >>> print(table([Run([], "first")]))
     run    method   val loss  bits/byte  bytes sent  fewer  peak a step  utilisation  tokens/s   wall
     first  unknown         -          -         0 B      -          0 B            -         -  0.0 s  (not finished)
     """
     summaries = summarize(list(runs))
-    rows = [
-        list(HEADER),
-        *(_cells(name, each) for name, each in zip(distinct_names(list(runs)), summaries, strict=True)),
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    names = distinct_names(list(runs))
+    rows = [list(HEADER), *(_cells(name, each) for name, each in zip(names, summaries, strict=True))]
+    if any(summary.worth is not None for summary in summaries):
+        _insert(rows, "worth", [units.rough_share(summary.worth) for summary in summaries], HEADER.index("bytes sent"))
+    planned = [links.seconds_on(run) for run in runs] if len(runs) > 1 else []
+    if any(seconds is not None for seconds in planned):
+        head = f"on {format_bandwidth(links.EVERYDAY)}"
+        _insert(rows, head, [units.duration(seconds) for seconds in planned], len(rows[0]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     notes = ["", *("" if summary.finished else "  (not finished)" for summary in summaries)]
     return "\n".join(
         "  ".join(
@@ -44,6 +51,11 @@ HEADER = (
     "tokens/s",
     "wall",
 )
+
+
+def _insert(rows: list[list[str]], head: str, cells: list[str], column: int) -> None:
+    for row, cell in zip(rows, [head, *cells], strict=True):
+        row.insert(column, cell)
 
 
 def _cells(name: str, summary: Summary) -> list[str]:

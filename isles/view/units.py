@@ -50,6 +50,14 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.3g} %"
 
 
+def rough_share(value: float | None) -> str:
+    """
+    >>> rough_share(0.9371), rough_share(1.0), rough_share(-0.004)
+    ('94 %', '100 %', '0 %')
+    """
+    return "-" if value is None else f"{round(100 * value)} %"
+
+
 def ratio(value: float | None) -> str:
     """
     >>> ratio(402.3), ratio(8.04), ratio(1)
