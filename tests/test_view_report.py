@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from isles.view import report
+from isles.view import links, report, units
 from isles.view.runs import Run
 from isles.view.series import TRAFFIC_ROWS, loss_curve, traffic
 from tests.test_view_synthetic import save, synthetic
 
+DASH = "\N{EN DASH}"
 CHARTS = {"loss-tokens", "loss-bytes", "loss-wall", "utilization", "traffic", "timeline"}
 
 
@@ -75,6 +76,12 @@ def crashed() -> list[dict[str, Any]]:
     first = [event for event in events if event.get("step", 1) <= 150 and event["event"] not in ("end", "sample")]
     second = [event for event in events if 100 < event.get("step", 0) <= 120]
     return [*first, {"event": "resume", "time": first[-1]["time"] + 50, "step": 100}, *second]
+
+
+def silent() -> list[dict[str, Any]]:
+    """A run of one island alone, whose loss ends 0.1 above that of data-parallel training."""
+    events = [{**event, "bytes_sent": 0} for event in synthetic("data-parallel", name="alone", steps=200, islands=1)]
+    return [{**event, "val_loss": event["val_loss"] + 0.1} if event.get("val_loss") else event for event in events]
 
 
 CASES = {
@@ -179,6 +186,90 @@ def test_hover_legend_zoom_timeline_and_theme_do_what_they_should(tmp_path: Path
     assert "steps 0 to" in seen["firstWindow"]
     assert seen["light"] == "rgb(246, 247, 249)"
     assert seen["dark"] == "rgb(15, 19, 24)"
+
+
+SLIDING = """
+const seen = {}, slider = document.querySelector('#link-bandwidth');
+const words = () => [...document.querySelectorAll('#loss-wall .words p')].map((line) => line.textContent);
+const ticks = () => [...document.querySelectorAll('#loss-wall .axes text')].map((text) => text.textContent);
+const look = () => ({
+  words: words(), ticks: ticks(), name: document.querySelector('.link b').textContent,
+  spoken: slider.getAttribute('aria-valuetext'),
+  unzoomed: document.querySelector('#loss-wall .tools button').hidden,
+});
+const move = (place) => { slider.value = place; slider.dispatchEvent(new Event('input')); return look(); };
+seen.measured = look(); seen.slow = move(PLACE); seen.slowest = move(0); seen.fastest = move(Number(slider.max) - 1);
+seen.again = move(slider.max);
+move(PLACE);
+[...document.querySelectorAll('.legend button')].find((one) => one.textContent === 'data-parallel').click();
+seen.without = look();
+seen.table = [...document.querySelectorAll('table.summary tr')].map((row) => [...row.children].map((c) => c.innerText));
+seen.explained = [...document.querySelectorAll('.explained')].map((line) => line.textContent);
+document.documentElement.dataset.seen = JSON.stringify(seen);
+"""
+
+
+def slide(runs: list[Run], folder: Path) -> dict[str, Any]:
+    """What the page shows while its slider is moved: at first, at 20 Mbit/s, at both ends, and as measured again."""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", report.page(runs))
+    script = SLIDING.replace("PLACE", str(links.BANDWIDTHS.index(links.EVERYDAY)))
+    path = folder / "report.html"
+    path.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+    page = browse(path)
+    check_drawn(page)
+    seen: dict[str, Any] = json.loads(page.root["data-seen"] or "")
+    return seen
+
+
+def test_the_slider_moves_the_curves_to_another_link(tmp_path: Path):
+    runs = [Run(synthetic("data-parallel", steps=400)), Run(synthetic("streaming", steps=400))]
+    seen = slide(runs, tmp_path)
+    baseline, streaming = (units.duration(links.seconds_on(run)) for run in runs)
+    assert baseline == "15 min 9 s"  # 400 times 5.24 MB with the headers of TCP: 896 s; some of 22 s computing
+    assert seen["measured"]["name"] == seen["measured"]["spoken"] == "as measured"
+    assert seen["slow"]["name"] == seen["slow"]["spoken"] == "20 Mbit/s"
+    assert seen["slow"]["words"][0] == f"On 20 Mbit/s: streaming {streaming}, data-parallel {baseline}."
+    # Streaming ends at 3.103. Data-parallel falls from 3.667 to 3.088 in its last 200 steps: it is there at step 395.
+    race = f"All reach a validation loss of 3.103: streaming first, after {streaming}; data-parallel after 14 min 57 s."
+    assert seen["slow"]["words"][1] == race
+    assert seen["slow"]["words"][2].startswith("Planned: ")
+    assert "minutes" in seen["slow"]["ticks"]
+    assert seen["slowest"]["name"] == "10 kbit/s"
+    assert "hours" in seen["slowest"]["ticks"]
+    assert seen["fastest"]["name"] == "100 Gbit/s"
+    assert seen["again"] == seen["measured"]
+    assert seen["without"]["words"] == [f"On 20 Mbit/s: streaming {streaming}.", seen["slow"]["words"][2]]
+    assert [row[-1] for row in seen["table"]] == ["On 20 Mbit/s", baseline, streaming]
+    assert len(seen["explained"]) == 1
+
+
+def test_a_run_that_cannot_be_planned_stays_where_it_was_measured(tmp_path: Path):
+    events = synthetic("diloco", steps=60)
+    events[0] = {name: value for name, value in events[0].items() if name not in ("parameters", "layers")}
+    seen = slide([Run(synthetic("data-parallel", steps=60)), Run(events)], tmp_path)
+    measured = re.search(r"diloco ([\d.]+ s)", seen["measured"]["words"][0])
+    assert measured
+    assert f"diloco {measured[1]}, data-parallel 2 min" in seen["slow"]["words"][0]
+    assert "diloco as measured: its log does not say enough to plan with." in seen["slow"]["words"]
+    assert [row[-1] for row in seen["table"]] == ["On 20 Mbit/s", "2 min 16 s", DASH]
+
+
+def test_one_island_alone_shows_what_the_others_are_worth(tmp_path: Path):
+    runs = [Run(silent()), Run(synthetic("data-parallel", steps=200)), Run(synthetic("streaming", steps=200))]
+    seen = slide(runs, tmp_path)
+    assert [row[4] for row in seen["table"]] == ["Worth", DASH, "100 %", "85 %"]
+    assert any("what the other islands add, as a share" in line for line in seen["explained"])
+    assert seen["table"][1][6] == DASH
+    assert "one island alone" in seen["table"][1][1]
+    page = browse(report.write(runs, tmp_path / "report.html"))
+    check_drawn(page)
+    assert sum(text.startswith("peak ") for text in page.texts) == 2  # a strip of traffic for each run that sends
+
+
+def test_without_a_link_there_is_no_slider(tmp_path: Path):
+    page = browse(report.write([Run(silent())], tmp_path / "report.html"))
+    check_drawn(page)
+    assert "input" not in page.tags
 
 
 def test_a_run_of_100_000_steps_opens_and_keeps_its_extremes(tmp_path: Path):

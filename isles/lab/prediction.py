@@ -21,6 +21,7 @@ from isles.plan.workload import workload_of
 from isles.view.events import Event
 from isles.wire.reduction import Reduction
 
+
 def coding_of(config: Event, processes: int, timed: bool) -> Coding | None:
     """How fast this machine encodes and decodes for a run, measured at the size of its largest fragment.
 

@@ -152,7 +152,9 @@ def _evals(run: Run) -> list[list[Any]]:
 def _link(run: Run) -> dict[str, Any] | None:
     """Planned times on each of `links.BANDWIDTHS`; None: this run cannot be planned."""
     found = links.times(run)
-    return found and {"step": found.step_seconds, "startSteps": found.start_steps, "start": found.start_seconds}
+    if found is None:
+        return None
+    return {"step": found.step_seconds, "startSteps": found.start_steps, "start": found.start_seconds}
 
 
 def _mean_step_seconds(run: Run) -> float | None:

@@ -12,7 +12,7 @@ from isles.view.runs import Run, Summary, distinct_names, summarize
 def table(runs: Sequence[Run]) -> str:
     """Lines of text, without colour, aligned: validation loss, bytes, peak, utilisation and speed of each run.
 
-    What needs other runs to compare with is left out where there are none: `worth`, and the planned time on a slow link.
+    Worth, and the planned time on a slow link, need other runs to compare with, and are left out without them.
 
     >>> print(table([Run([], "first")]))
     run    method   val loss  bits/byte  bytes sent  fewer  peak a step  utilisation  tokens/s   wall

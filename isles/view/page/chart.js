@@ -99,7 +99,7 @@ function pointerAt(svg, event) {
   return { x: (event.clientX - frame.left) * ratio, y: (event.clientY - frame.top) * ratio };
 }
 
-// series: { run, kind: 'main' | 'faint' | 'band', points: [[x, y]] or [[x, low, high]], label }
+// series(): a list of { run, kind: 'main' | 'faint' | 'band', points: [[x, y]] or [[x, low, high]], label }
 function lineChart({
   key,
   title,
@@ -115,28 +115,23 @@ function lineChart({
   empty,
   annotate,
   series,
+  wide,
 }) {
-  const { root, plot, tools } = figure(key, title, sentence);
+  const { root, plot, tools } = figure(key, title, sentence, wide);
   const tip = tooltip(plot);
   let zoom = null;
-  const reset = element(
-    'button',
-    {
-      hidden: true,
-      onclick: () => {
-        zoom = null;
-        redraw();
-      },
-    },
-    'whole run',
-  );
+  const showWhole = () => {
+    zoom = null;
+    redraw();
+  };
+  const reset = element('button', { hidden: true, onclick: showWhole }, 'whole run');
   tools.append(reset);
 
   const redraw = drawn(key, plot, () => {
     reset.hidden = !zoom;
     const { svg, width, height } = canvas(plot, plot.clientWidth < 480 ? 240 : 286, title);
     const box = { left: 46, right: width - 12, top: 10, bottom: height - 42 };
-    const shown = series.filter(({ run, points }) => !hidden.has(run.order) && points.length);
+    const shown = series().filter(({ run, points }) => !hidden.has(run.order) && points.length);
     const xs = shown.flatMap(({ points }) => points.map(([x]) => x));
     if (!xs.length) {
       note(svg, width, height, empty);
@@ -180,14 +175,11 @@ function lineChart({
         zoom = [x.invert(from), x.invert(to)];
         redraw();
       },
-      reset: () => {
-        zoom = null;
-        redraw();
-      },
+      reset: showWhole,
     });
     return svg;
   });
-  return { root, draw: redraw };
+  return { root, draw: redraw, showWhole };
 }
 
 function drawSeries({ run, kind, points }, x, y) {

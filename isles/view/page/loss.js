@@ -9,15 +9,15 @@ const STEP = 0,
   LEAST = 5,
   MOST = 6;
 
-function lossSeries(runs, column) {
-  const usable = (rows) =>
-    rows.filter((row) => known(row[column]) && known(row[LOSS]) && (column !== BYTES || row[BYTES] > 0));
+// `xOf(run, row)`: where a row is on the x axis; null: nowhere.
+function lossSeries(runs, xOf) {
   return runs.flatMap((run) => {
-    const evals = usable(run.evals).map((row) => [row[column], row[LOSS]]);
+    const usable = (rows) => rows.filter((row) => known(xOf(run, row)) && known(row[LOSS]));
+    const evals = usable(run.evals).map((row) => [xOf(run, row), row[LOSS]]);
     const curve = usable(run.curve);
-    const training = curve.map((row) => [row[column], row[LOSS]]);
+    const training = curve.map((row) => [xOf(run, row), row[LOSS]]);
     return [
-      { run, kind: 'band', points: curve.map((row) => [row[column], row[LEAST], row[MOST]]) },
+      { run, kind: 'band', points: curve.map((row) => [xOf(run, row), row[LEAST], row[MOST]]) },
       { run, kind: evals.length ? 'faint' : 'main', label: 'training', points: training },
       { run, kind: 'main', label: 'validation', points: evals },
     ];
@@ -26,13 +26,15 @@ function lossSeries(runs, column) {
 
 // From just below the best loss to where training was after its first stretch: the fall from a random model would
 // otherwise flatten every difference. Of a zoomed chart, and of a logarithmic axis, everything is shown.
-function lossDomain(skip) {
+// `each`: a run's first stretch is measured on its own line, so that runs of very different length show alike.
+function lossDomain(skip, each = false) {
   return (shown, [from, to], zoomed) => {
     const lines = shown
       .filter(({ kind }) => kind !== 'band')
       .map(({ points }) => points.filter(([x]) => x >= from && x <= to));
-    const cut = zoomed ? from : from + skip * (to - from);
     const late = lines.flatMap((points) => {
+      const end = each && points.length ? points[points.length - 1][0] : to;
+      const cut = zoomed ? from : from + skip * (end - from);
       const rest = points.filter(([x]) => x >= cut);
       return (rest.length ? rest : points.slice(-1)).map(([, y]) => y);
     });
@@ -44,7 +46,7 @@ function lossDomain(skip) {
   };
 }
 
-function lossChart(runs, key, column, title, sentence, axis) {
+function lossChart(runs, key, xOf, title, sentence, axis) {
   return lineChart({
     key,
     title,
@@ -53,7 +55,7 @@ function lossChart(runs, key, column, title, sentence, axis) {
     yFormat: (tick) => String(Number(tick.toPrecision(6))),
     yValue: ([, loss]) => decimal(loss, 4),
     yDomain: lossDomain(0.08),
-    series: lossSeries(runs, column),
+    series: () => lossSeries(runs, xOf),
     ...axis,
   });
 }
@@ -88,17 +90,50 @@ function fewerBytes(runs, reference) {
   };
 }
 
-function lossCharts(runs, reference) {
+function wallChart(runs, bandwidths, withSlider) {
+  const slider = withSlider ? linkSlider(runs, bandwidths, () => chart.showWhole()) : null;
+  const chart = lossChart(
+    runs,
+    'loss-wall',
+    (run, row) => secondsAt(run, row, slider ? slider.place() : null),
+    'Loss against wall clock',
+    'What is learned in the same time, waiting for the network included.',
+    {
+      xName: ([, to]) => timeUnit(to).name,
+      xFormat:
+        ([, to]) =>
+        (tick) =>
+          shortNumber(tick / timeUnit(to).size),
+      xHeading: duration,
+      xUnit: ([, to]) => timeUnit(to).size,
+      yDomain: lossDomain(0.08, true),
+      wide: withSlider,
+    },
+  );
+  if (slider) chart.root.append(slider.root);
+  return chart;
+}
+
+function lossCharts(runs, reference, bandwidths) {
+  // The slider for the link needs a run whose time depends on it.
+  const withSlider = runs.some((run) => run.link && !run.alone);
   return [
-    lossChart(runs, 'loss-tokens', TOKENS, 'Loss against tokens', 'What is learned from the same amount of text.', {
-      xName: () => 'tokens',
-      xFormat: () => shortNumber,
-      xHeading: (x) => `${count(x)} tokens`,
-    }),
+    lossChart(
+      runs,
+      'loss-tokens',
+      (run, row) => row[TOKENS],
+      'Loss against tokens',
+      'What is learned from the same amount of text.',
+      {
+        xName: () => 'tokens',
+        xFormat: () => shortNumber,
+        xHeading: (x) => `${count(x)} tokens`,
+      },
+    ),
     lossChart(
       runs,
       'loss-bytes',
-      BYTES,
+      (run, row) => row[BYTES] || null,
       'Loss against bytes sent',
       'What is learned for the traffic: further left is cheaper. Logarithmic.',
       {
@@ -111,24 +146,10 @@ function lossCharts(runs, reference) {
         annotate: fewerBytes(runs, reference),
       },
     ),
-    lossChart(
-      runs,
-      'loss-wall',
-      WALL,
-      'Loss against wall clock',
-      'What is learned in the same time, waiting for the network included.',
-      {
-        xName: ([, to]) => timeUnit(to).name,
-        xFormat:
-          ([, to]) =>
-          (tick) =>
-            shortNumber(tick / timeUnit(to).size),
-        xHeading: duration,
-        xUnit: ([, to]) => timeUnit(to).size,
-      },
-    ),
+    wallChart(runs, bandwidths, withSlider),
     lineChart({
       key: 'utilization',
+      wide: withSlider, // the two stand side by side, or each in a row of its own
       title: 'Compute utilisation',
       note: 'The share of the time in which islands compute instead of waiting for the network.',
       xName: () => 'step',
@@ -138,11 +159,12 @@ function lossCharts(runs, reference) {
       yFormat: (tick) => `${Math.round(100 * tick)} %`,
       yValue: ([, value]) => percent(value),
       yDomain: () => [0, 1.02],
-      series: runs.map((run) => ({
-        run,
-        kind: 'main',
-        points: run.utilization.map(([first, last, value]) => [(first + last) / 2, value]),
-      })),
+      series: () =>
+        runs.map((run) => ({
+          run,
+          kind: 'main',
+          points: run.utilization.map(([first, last, value]) => [(first + last) / 2, value]),
+        })),
     }),
   ];
 }

@@ -133,7 +133,7 @@ function build(data) {
     // The reference is grey when it is data-parallel: colour is for what is compared with it.
     run.slot = order === reference && run.dataParallel ? 'base' : colour++ % COLOURS;
   });
-  const charts = [...lossCharts(runs, reference), trafficChart(runs), timelineChart(runs, reference)];
+  const charts = [...lossCharts(runs, reference, data.bandwidths), trafficChart(runs), timelineChart(runs, reference)];
   const main = element(
     'main',
     {},
@@ -150,7 +150,7 @@ function build(data) {
       themeButton(),
     ),
     headline(runs, reference),
-    summaryTable(runs, reference),
+    summaryTable(runs, reference, data),
     legend(runs),
     element('section', { class: 'charts' }, ...charts.map(({ root }) => root)),
     samples(runs),

@@ -5,9 +5,11 @@
 function subjectOf(runs, reference) {
   const sent = (run) => run.summary.bytes_sent || Infinity;
   const most = Math.max(...runs.map((run) => run.summary.tokens));
-  const others = runs.filter((run, index) => index !== reference);
+  const senders = runs.filter((run) => !run.alone);
+  const others = (senders.length ? senders : runs).filter((run) => run.order !== reference);
   const complete = others.filter((run) => run.summary.tokens >= 0.99 * most);
-  const candidates = complete.length ? complete : others.length ? others : runs;
+  const rest = reference === null ? runs : [runs[reference]];
+  const candidates = complete.length ? complete : others.length ? others : rest;
   return candidates.reduce((least, run) => (sent(run) < sent(least) ? run : least));
 }
 
@@ -89,19 +91,30 @@ function cardsAgainst(mine, theirs) {
   );
 }
 
-function summaryTable(runs, reference) {
+function summaryTable(runs, reference, { bandwidths, everyday }) {
   const base = reference === null ? null : runs[reference].summary;
+  const withWorth = runs.some((run) => known(run.summary.worth));
+  const withLink = runs.length > 1 && runs.some((run) => run.link);
+  const onLink = `On ${bandwidths[everyday][1]}`;
   const heads = [
     'Run',
     'Method',
     'Val loss',
     'Bits per byte',
+    ...(withWorth ? ['Worth'] : []),
     'Bytes sent',
     'Fewer bytes',
     'Peak in a step',
     'Utilisation',
     'Tokens/s',
     'Wall clock',
+    ...(withLink ? [onLink] : []),
+  ];
+  const explained = [
+    withWorth &&
+      'Worth: what the other islands add, as a share of what they add in data-parallel training; ' +
+        '0 % is one island alone (final validation loss).',
+    withLink && `${onLink}: planned time of all steps with such a link between islands, computing as fast as measured.`,
   ];
   const body = runs.map((run, index) => {
     const { summary } = run;
@@ -110,6 +123,7 @@ function summaryTable(runs, reference) {
     const cells = [
       [decimal(summary.val_loss), base && !isBase ? small(difference(summary.val_loss, base.val_loss)) : null],
       [decimal(summary.val_bits_per_byte)],
+      ...(withWorth ? [[known(summary.worth) ? `${whole(100 * summary.worth).replace('-', '−')} %` : DASH]] : []),
       [bytes(summary.bytes_sent)],
       [
         base && summary.byte_ratio ? (isBase ? '1×' : times(summary.byte_ratio)) : DASH,
@@ -119,6 +133,7 @@ function summaryTable(runs, reference) {
       [percent(summary.compute_utilization)],
       [count(summary.tokens_per_second)],
       [duration(summary.wall_seconds)],
+      ...(withLink ? [[duration(plannedSeconds(run, run.lastStep, everyday))]] : []),
     ];
     return element(
       'tr',
@@ -150,11 +165,13 @@ function summaryTable(runs, reference) {
       ),
       element('tbody', {}, ...body),
     ),
+    ...explained.filter(Boolean).map((text) => element('p', { class: 'explained' }, text)),
   );
 }
 
 // The method in a few words.
 function knobs(run) {
+  if (run.alone) return 'one island alone';
   if (run.dataParallel) return 'gradients, every step';
   const parts = [];
   if (run.syncEvery) parts.push(`every ${run.syncEvery} steps`);

@@ -13,7 +13,9 @@ const ROW = 17;
 
 function timelineChart(runs, reference) {
   const key = 'timeline';
-  const streams = runs.filter((run) => run.flights.length);
+  const all = runs.filter((run) => run.flights.length);
+  const several = all.filter((run) => run.islands > 1);
+  const streams = several.length ? several : all;
   const { root, plot, tools } = figure(
     key,
     'Fragments in flight',

@@ -45,7 +45,9 @@ function trafficChart(runs) {
   const redraw = drawn(key, plot, () => {
     reset.hidden = !zoom;
     kinds.forEach(([button, value]) => button.setAttribute('aria-pressed', String(value === logarithmic)));
-    const shown = runs.filter((run) => !hidden.has(run.order) && run.traffic.length);
+    const visible = runs.filter((run) => !hidden.has(run.order) && run.traffic.length);
+    const senders = visible.filter((run) => run.summary.bytes_sent > 0);
+    const shown = senders.length ? senders : visible;
     const { svg, width, height } = canvas(plot, Math.max(1, shown.length) * STRIP + 42, title);
     const sent = shown.flatMap((run) => run.traffic.map((row) => row[PEAK])).filter((value) => value > 0);
     if (!sent.length) {
