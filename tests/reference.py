@@ -94,14 +94,21 @@ class Reference:
     def calendar(self, steps: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
         """When fragments are sent, and when results are applied: pairs of fragment and step."""
         sends, applies, begin = set(), set(), 0
-        for rounds, h in (*self.dense_start, (steps, self.sync_every)):
+        for rounds, h in self.dense_start:
             for p, t_p in enumerate(self.offsets):
-                first = math.ceil(t_p * h / self.sync_every) or h
-                for r in range(rounds):
-                    sends.add((p, begin + first + r * h))
-                    applies.add((p, begin + first + r * h + min(self.overlap, h - 1)))
+                first = t_p * h // self.sync_every or h
+                sends |= {(p, begin + first + r * h) for r in range(rounds)}
             begin += rounds * h
+        applies |= sends
+        for p, t_p in enumerate(self.offsets):
+            for t in range(begin + (t_p or self.sync_every), steps + 1, self.sync_every):
+                sends.add((p, t))
+                applies.add((p, t + self.overlap))
         return sends, applies
+
+    def is_dense(self, p: int) -> bool:
+        """Whether the last round that was sent is one of the dense start."""
+        return len(self.mean[p]) <= sum(rounds for rounds, _ in self.dense_start)
 
     def send(self, p: int) -> None:
         """Delta_m = anchor - theta_m, through the codec; and the mean of them over the islands."""
@@ -128,19 +135,20 @@ class Reference:
 
     def apply(self, p: int) -> None:
         """anchor = OuterOpt(anchor, Delta); theta = alpha * theta + (1 - alpha) * anchor."""
+        alpha = 0.0 if self.is_dense(p) else self.mixing
         for m in range(len(self.weights)):
-            late = 0 if self.update == "fresh" else self.delay_rounds
-            self.outer_step(m, p, self.outer_gradient(m, p), len(self.mean[p]) - late)
-            mixed = self.mixing * flatten(self.theta[m], self.fragments[p]) + (1 - self.mixing) * self.anchor[m][p]
+            self.outer_step(m, p, self.outer_gradient(m, p), len(self.mean[p]))
+            mixed = alpha * flatten(self.theta[m], self.fragments[p]) + (1 - alpha) * self.anchor[m][p]
             unflatten(mixed, self.theta[m], self.fragments[p])
-        self.used[p] = len(self.mean[p]) - (0 if self.update == "fresh" else self.delay_rounds)
+        late = 0 if self.update == "fresh" or self.is_dense(p) else self.delay_rounds
+        self.used[p] = max(self.used[p], len(self.mean[p]) - late)
 
     def outer_gradient(self, m: int, p: int) -> Tensor:
         """Delta(t), or Delta(t - kH), or Delta(t - kH) + w_m / sum of w * (Delta_m(t) - Delta_m(t - kH))."""
-        if self.update == "fresh":
+        if self.update == "fresh" or self.is_dense(p):
             return self.mean[p][-1]
         zero = torch.zeros_like(self.anchor[m][p])
-        there_is_one = len(self.mean[p]) > self.delay_rounds
+        there_is_one = len(self.mean[p]) - sum(rounds for rounds, _ in self.dense_start) > self.delay_rounds
         late_mean = self.mean[p][-1 - self.delay_rounds] if there_is_one else zero
         if self.update == "delayed":
             return late_mean
@@ -151,7 +159,7 @@ class Reference:
 
     def outer_step(self, m: int, p: int, delta: Tensor, number: int) -> None:
         """v = mu * v + Delta; anchor = anchor - lr * (Delta + mu * v)."""
-        self.outer_steps[m][p] += 1
+        self.outer_steps[m][p] = number
         lr, mu = self.outer_lr, self.outer_momentum
         warm = number - 1 - sum(rounds for rounds, _ in self.dense_start)
         if warm < self.warmup_rounds:
@@ -173,7 +181,7 @@ class Reference:
                 for m, w_m in enumerate(self.weights):
                     own = self.sent[m][p][number] * (w_m / sum(self.weights))
                     delta = self.mean[p][number] - (own if self.update == "eager" else 0.0)
-                    self.outer_step(m, p, delta, number + 1)
+                    self.outer_step(m, p, delta, number + 1 + (self.delay_rounds if self.update != "fresh" else 0))
             for m in range(len(self.weights)) if closing is not None else ():
                 if self.outer_steps[m][p] == 0:
                     self.anchor[m][p] = self.anchor[m][p] - closing

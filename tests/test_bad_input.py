@@ -46,7 +46,7 @@ WRONG: list[tuple[str, Any, tuple[str, ...]]] = [
     *(("nesterov", value, ("True or False",)) for value in (1, 0, "no", None)),
     *(
         ("dense_start", value, ("pairs (rounds, steps of each)", "1 to 100 (sync_every)"))
-        for value in (3, "50x3", None, [50, 3], [(50,)], [(0, 3)], [(50, 0)], [(50, 101)], [(5, 6), (5, 3)], [(5, 3.0)])
+        for value in (3, "50x3", None, [50, 3], [(50,)], [(0, 3)], [(50, 0)], [(50, 101)], [(5, 3.0)])
     ),
     *(("warmup_rounds", value, ("integer", "at least 0", repr(value))) for value in (-1, 2.0, "20", None, True)),
     *(("update", value, ("fresh", "delayed", "eager")) for value in ("late", None, "Eager", 1, ["eager"])),

@@ -17,7 +17,6 @@ list the knobs without loading it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -69,7 +68,7 @@ class Method:
     """Nesterov's form of the momentum."""
     dense_start: Sequence[tuple[int, int]] = ()
     """Shorter rounds before the ordinary ones, as (rounds, steps of each): ((50, 3),) are fifty rounds of three steps.
-    In them islands are plainly averaged."""
+    In them islands become their mean at once: no overlap, no mixing, no momentum, whatever the method."""
     warmup_rounds: int = 0
     """Over so many rounds after the dense start the outer optimizer goes from plain averaging (learning rate 1, no
     momentum) to its own settings, linearly."""
@@ -145,8 +144,7 @@ class Method:
             _is_list(part) and len(part) == 2 and _is_integer(part[0], 1) and _is_integer(part[1], 1, longest)
             for part in start
         )
-        good = good and all(one[1] <= other[1] for one, other in itertools.pairwise(start))
-        wanted = f"a list of pairs (rounds, steps of each), with steps that grow, from 1 to {longest} (sync_every)"
+        wanted = f"a list of pairs (rounds, steps of each), the steps from 1 to {longest} (sync_every)"
         self._must("dense_start", good, wanted)
         object.__setattr__(self, "dense_start", tuple((rounds, every) for rounds, every in start))
 
@@ -191,14 +189,13 @@ class Method:
         return cls.streaming(**{"overlap": longest, "mixing": 0.75, **knobs})
 
     def outer_at(self, number: int) -> tuple[float, float]:
-        """Learning rate and momentum of the outer step with this round of a fragment. Rounds count from 1; the outer
-        steps that eager updates take before there is a mean are numbered 0 and below.
+        """Learning rate and momentum of the outer step that a fragment takes in its round of this number, from 1 on.
 
         >>> method = Method(dense_start=[(50, 3)], warmup_rounds=10, outer_lr=0.5)
         >>> method.outer_at(50), method.outer_at(56), method.outer_at(61)
         ((1.0, 0.0), (0.75, 0.45), (0.5, 0.9))
         """
-        after = max(0, number - 1) - self.dense_rounds
+        after = number - 1 - self.dense_rounds
         if after >= self.warmup_rounds:
             return self.outer_lr, self.outer_momentum
         part = max(0, after) / self.warmup_rounds if self.warmup_rounds else 0.0

@@ -120,9 +120,10 @@ class Rounds:
         encoded: Tensor | Callable[[], Tensor] = functools.partial(self._encode, delta)
         if eager or state.residual is not None or _is_encoded(delta) or not delta.is_cpu:
             encoded = self._encode(delta)
-        sent = Sent(weight / self.total_weight if eager and not closing else 0.0, closing)
+        ordinary = not closing and due.round > self._method.dense_rounds
+        sent = Sent(weight / self.total_weight if eager and ordinary else 0.0, closing)
         aside = functools.partial(self._step_aside, state, sent, due.round)
-        then = aside if self._steps_in_background and not closing else None
+        then = aside if self._steps_in_background and ordinary else None
         where = (due.fragment, due.round, self.codec, fragment.numel)
         sent.payload = Payload(*where, weight, encoded, self.step, then)
         if state.residual is not None and not sits_out:
@@ -178,9 +179,10 @@ class Rounds:
 
     def apply(self, due: Due) -> None:
         """Waits for a round, takes the outer step with it, and mixes the result with the island's weights."""
-        state = self.offload.take(due.fragment)
-        fresh = state.rounds[due.round + self._method.delay_rounds] if self._method.update == "eager" else None
+        state, method = self.offload.take(due.fragment), self._method
         sent = state.rounds.pop(due.round, None)
+        dense = sent is not None and 0 < due.round <= method.dense_rounds
+        fresh = state.rounds[due.round + method.delay_rounds] if method.update == "eager" and not dense else None
         mean = None if sent is None else self._wait_for(sent, due)
         for missed in mean.missed if mean is not None else ():
             self._follow(Due(missed.fragment, missed.round), missed.mean)
@@ -193,7 +195,8 @@ class Rounds:
             return
         self._outer_step(due, sent, mean, fresh)
         with phase("isles.mix"):
-            mix(self.fragments[due.fragment], self.offload.take(due.fragment).anchor, self._method.mixing)
+            alpha = 0.0 if dense else method.mixing
+            mix(self.fragments[due.fragment], self.offload.take(due.fragment).anchor, alpha)
 
     def _wait_for(self, sent: Sent, due: Due) -> Mean:
         """The mean of a round; counts the time that is spent waiting for it."""
@@ -217,23 +220,25 @@ class Rounds:
         if sent is not None and sent.stepped is not None and not (mean and mean.missed):
             self._sgd.give_back(state.anchor, state.velocity)
             state.anchor, state.velocity = sent.stepped
-            state.outer_steps += 1
+            state.outer_steps = due.round
             return
-        closing = sent is not None and sent.closing
+        method, closing = self._method, sent is not None and sent.closing
+        dense = mean is not None and 0 < due.round <= method.dense_rounds
+        late = 0 if dense or method.update == "fresh" else method.delay_rounds
         delta = mean.values.to(state.anchor.device) if mean is not None and mean.weights else None
         with phase("isles.outer_step"):
-            if self._method.update == "eager" and not closing:
+            if method.update == "eager" and not closing and not dense:
                 delta = self._refreshed(delta, fresh, sent, state.anchor)
             if delta is None:
                 return
             if closing and state.outer_steps == 0:
                 state.anchor.sub_(delta)
                 return
-            number = state.outer_steps if closing else due.round
-            state.outer_steps += 1
+            if not closing:
+                state.outer_steps = due.round + late
             if self.torch_outer is None:
-                self._sgd.update(state.anchor, delta, state.velocity, *self._method.outer_at(number))
-            elif max(1, number) <= self._method.dense_rounds:
+                self._sgd.update(state.anchor, delta, state.velocity, *method.outer_at(state.outer_steps))
+            elif dense:
                 state.anchor.sub_(delta)
             else:
                 self.offload.step_at_home(due.fragment, self.torch_outer.update, delta)

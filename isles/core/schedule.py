@@ -9,9 +9,9 @@ A fragment with offset 0 is first sent at step H, one with offset t_p > 0 alread
 rounds of a fragment are numbered from 1. A delayed or eager outer step happens at *every* send; in the first k rounds
 the mean that it would use does not exist yet, which shows as an apply of round 0 or below.
 
-A dense start puts stages with shorter periods before that. Each is a schedule of its own for so many rounds: with h for
-H, offsets ceil(t_p * h / H), and an overlap of at most h - 1. Every fragment has the same number of rounds in a stage,
-and its last result is in before the first send of the next one.
+A dense start puts stages with shorter periods before that. Each is a schedule of its own for so many rounds, with h
+for H and offsets floor(t_p * h / H), in which every round is applied at the step at which it is sent, whatever the
+method. After it all begins as at step 0.
 
 All islands run the same schedule, hence start the same exchanges in the same order: nothing can deadlock, however many
 fragments are in flight.
@@ -65,13 +65,10 @@ class Schedule:
 
     def applies(self, step: int) -> tuple[Due, ...]:
         """The rounds whose results are to be applied after this step (after this step's sends)."""
-        late_by_rounds = self.lateness // self.sync_every
-        if not self.start:
-            sent = self._stages[0].sends(step - self._stages[0].overlap)
-        else:
-            overlaps = {stage.overlap for stage in self._stages}
-            earlier = ((step - overlap, overlap) for overlap in overlaps)
-            sent = tuple(sorted(due for s, o in earlier if self._stage(s).overlap == o for due in self.sends(s)))
+        if step <= self.start_steps:
+            return self.sends(step)
+        late_by_rounds, overlap = divmod(self.lateness, self.sync_every)
+        sent = self._stages[-1].sends(step - overlap)
         return tuple([Due(p, number - late_by_rounds) for p, number in sent]) if late_by_rounds else sent
 
     @property
@@ -93,12 +90,11 @@ class Schedule:
     def _stages(self) -> list[_Stage]:
         """The dense start, and the ordinary schedule, which has no end."""
         stages, begin, number = [], 0, 0
-        overlap = self.lateness % self.sync_every
         for rounds, every in self.start:
-            offsets = tuple(-(-offset * every // self.sync_every) % every for offset in self.offsets)
-            stages.append(_Stage(every, offsets, min(overlap, every - 1), begin, number))
+            offsets = tuple(offset * every // self.sync_every for offset in self.offsets)
+            stages.append(_Stage(every, offsets, begin, number))
             begin, number = begin + rounds * every, number + rounds
-        return [*stages, _Stage(self.sync_every, self.offsets, overlap, begin, number)]
+        return [*stages, _Stage(self.sync_every, self.offsets, begin, number)]
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,6 @@ class _Stage:
 
     every: int
     offsets: tuple[int, ...]
-    overlap: int
     begin: int
     earlier_rounds: int
 

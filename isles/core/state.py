@@ -53,7 +53,7 @@ class OuterState:
     sent_step: int = 0
     """The step at which it was last sent: what was learned since then is in no mean yet."""
     outer_steps: int = 0
-    """How many were taken."""
+    """In which round, by number, the last one was taken; 0: none yet."""
     was_reset: bool = False
     """The weights were not finite and were reset in the middle of this round, so it does not count."""
 
