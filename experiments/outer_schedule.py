@@ -118,7 +118,7 @@ def main() -> None:
     text = Text(args.data, args.val)
     known = {(row["name"], row["text"], row["seed"]) for row in rows()}
     for name in args.groups:
-        tasks = tasks_of(group(name), args.seeds, text)
+        tasks = tasks_of(group(name), range(args.seeds), text)
         for task, outcome in run_tasks(tasks, text, workers=args.workers):
             about = {"name": task.name, "text": text.names()[0], "seed": task.job.seed}
             if tuple(about.values()) not in known:

@@ -76,10 +76,10 @@ def test_the_same_text_elsewhere_is_the_same_run(tmp_path):
     first.write_text("\n".join(f"line {number}" for number in range(2000)))
     second.parent.mkdir()
     shutil.copy(first, second)
-    keys = [tasks_of({"run": SMALL}, 1, Text(str(path)))[0].key for path in (first, second)]
+    keys = [tasks_of({"run": SMALL}, range(1), Text(str(path)))[0].key for path in (first, second)]
     assert keys[0] == keys[1]
     first.write_text("\n".join(f"other line {number}" for number in range(2000)))
-    assert tasks_of({"run": SMALL}, 1, Text(str(first)))[0].key != keys[0]
+    assert tasks_of({"run": SMALL}, range(1), Text(str(first)))[0].key != keys[0]
 
 
 def test_data_parallel_does_not_know_how_many_islands_share_a_batch():
@@ -193,7 +193,7 @@ def test_only_the_fragment_that_is_sent_next_is_trained():
 
 
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
-    tasks = tasks_of({"first": SMALL, "same": SMALL, "other": changed(method=None)}, 2, TEXT)
+    tasks = tasks_of({"first": SMALL, "same": SMALL, "other": changed(method=None)}, range(2), TEXT)
     log = io.StringIO()
     records = dict(run_tasks(tasks[:3], TEXT, workers=1, cache=tmp_path, stream=log))
     assert "2 runs to go" in log.getvalue()
@@ -210,7 +210,7 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
 
 
 def test_processes_give_what_this_process_gives(tmp_path):
-    tasks = tasks_of({"streaming": SMALL, "data-parallel": changed(method=None)}, 1, TEXT)
+    tasks = tasks_of({"streaming": SMALL, "data-parallel": changed(method=None)}, range(1), TEXT)
     here = dict(run_tasks(tasks, TEXT, workers=1, cache=tmp_path / "here"))
     there = dict(run_tasks(tasks, TEXT, workers=2, cache=tmp_path / "there"))
     assert {t.name: r["curve"] for t, r in here.items()} == {t.name: r["curve"] for t, r in there.items()}
@@ -225,7 +225,7 @@ def test_what_goes_wrong_in_a_process_is_raised_here(tmp_path):
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "_work", die)
     with pytest.raises(ValueError, match=r"exit code 7 and no result.*start again to go on"):
-        list(run_tasks(tasks_of({"run": SMALL}, 1, TEXT), TEXT, workers=2, cache=tmp_path))
+        list(run_tasks(tasks_of({"run": SMALL}, range(1), TEXT), TEXT, workers=2, cache=tmp_path))
 
 
 def die(*_) -> None:

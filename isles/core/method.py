@@ -167,6 +167,18 @@ class Method:
         return cls(**{"overlap": 1, "mixing": 0.5, "codec": "e3m0", **knobs})
 
     @classmethod
+    def gradual(cls, **knobs: Any) -> Method:
+        """Streaming DiLoCo with a gradual start, ours, for short runs as well as long ones: fifty rounds of a tenth of
+        the period, plainly averaged, then twenty over which momentum grows (docs/log.md, "Every island counts").
+
+        >>> Method.gradual(sync_every=30).dense_start
+        ((50, 3),)
+        """
+        sync_every = knobs.get("sync_every", cls.sync_every)
+        start = [(50, max(1, sync_every // 10))] if _is_integer(sync_every, 1) else []
+        return cls.streaming(**{"dense_start": start, "warmup_rounds": 20, "outer_lr": 0.7, "mixing": 0.25, **knobs})
+
+    @classmethod
     def delayed(cls, **knobs: Any) -> Method:
         """The naive way to overlap a whole round (2502.12996): every mean is used one round late."""
         return cls(**{"update": "delayed", "codec": "e3m0", **knobs})

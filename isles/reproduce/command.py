@@ -81,21 +81,30 @@ def _list() -> list[dict[str, str]]:
 def _run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
     from isles.reproduce import figures, results
     from isles.reproduce.job import Text
-    from isles.reproduce.pool import run_tasks, tasks_of
+    from isles.reproduce.pool import Task, run_tasks, tasks_of
 
     scale = SCALES[args.scale].changed(steps=args.steps, seeds=args.seeds, model=args.model)
     text = Text(args.data or scale.data, args.val)
     workers = _workers(args.workers, scale)
     print(f"paper:  {study.claim}  [{study.source}]\nexpect: {study.expectation}", flush=True)
-    tasks = tasks_of(study.configurations(scale), scale.seeds, text)
+    jobs = study.configurations(scale)
     path, command = args.results / f"{study.name}.json", _command(study, args, text)
-    order = {(task.name, task.job.seed): place for place, task in enumerate(tasks)}
-    names, records = {task.name for task in tasks}, []
-    for task, outcome in run_tasks(tasks, text, workers=workers, compile_model=args.compile, again=args.again):
-        records.append(results.record_of(task, outcome))
-        if {record["name"] for record in records} == names:  # at least one seed of each: worth keeping
-            records.sort(key=lambda record: order[record["name"], record["job"]["seed"]])
-            results.write(study, scale, text, records, command, path)
+    order = {name: place for place, name in enumerate(jobs)}
+    records: list[dict[str, Any]] = []
+
+    def run(tasks: Sequence[Task]) -> None:
+        for task, outcome in run_tasks(tasks, text, workers=workers, compile_model=args.compile, again=args.again):
+            records.append(results.record_of(task, outcome))
+            if {record["name"] for record in records} == jobs.keys():  # at least one seed of each: worth keeping
+                records.sort(key=lambda record: (record["job"]["seed"], order[record["name"]]))
+                results.write(study, scale, text, records, command, path)
+
+    if study.chosen is None:
+        run(tasks_of(jobs, range(scale.seeds), text))
+    else:
+        run(tasks_of(jobs, range(1), text))
+        chosen = {name: jobs[name] for name in study.chosen(Records(records))}
+        run(tasks_of(chosen, range(1, scale.seeds), text))
     figures.save(study, Records(records), path.with_suffix(".png"))
     found = study.findings(Records(records))
     print(_table(found))

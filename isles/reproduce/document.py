@@ -66,7 +66,8 @@ def _row(finding: Finding, command: str) -> str:
 
 
 def _section(study: Study, content: dict[str, Any], records: Records, findings: list[Finding], figure: str) -> str:
-    scale, seeds = content["scale"], records.seeds()
+    scale = content["scale"]
+    seeds = max(len(records.of(name)) for name in records.names) if study.chosen else records.seeds()
     sizes = sorted({record["parameters"] for record in records.all})
     size = units.count(sizes[0]) if len(sizes) == 1 else f"{units.count(sizes[0])} to {units.count(sizes[-1])}"
     runs = f"{len(records.all)} runs, {units.duration(content['run_seconds'])} of one core"

@@ -85,6 +85,12 @@ class Job:
         return self.steps * self.islands * self.batch_size * self.sequence_length
 
     @property
+    def parameters(self) -> int:
+        """Of the model, but for its few norms."""
+        layers, _, width = shape_of(self.model)
+        return 12 * layers * width**2 + (self.vocabulary or 257) * width
+
+    @property
     def cost(self) -> float:
         """About how much work it is, in no particular unit: multiplications and calls."""
         layers, _, width = shape_of(self.model)

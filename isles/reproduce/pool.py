@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -73,12 +73,10 @@ def run_tasks(
             yield task, record
 
 
-def tasks_of(configurations: dict[str, Job], seeds: int, text: Text) -> list[Task]:
+def tasks_of(configurations: dict[str, Job], seeds: Iterable[int], text: Text) -> list[Task]:
     """Every configuration with every seed, a whole seed at a time."""
     digests = {job.vocabulary: text.tokens(job.vocabulary).digest for job in configurations.values()}
-    seeded = [
-        (name, dataclasses.replace(job, seed=seed)) for seed in range(seeds) for name, job in configurations.items()
-    ]
+    seeded = [(name, dataclasses.replace(job, seed=seed)) for seed in seeds for name, job in configurations.items()]
     return [Task(name, job, key_of(job, text, digests[job.vocabulary])) for name, job in seeded]
 
 

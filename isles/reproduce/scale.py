@@ -41,6 +41,8 @@ class Scale:
     island_counts: tuple[int, ...]
     token_factors: tuple[float, ...]
     """How much longer or shorter the runs of the overtraining study are."""
+    demo: dict[str, Any] | None = None
+    """What `make demo` trains, where it is not a job of this scale already."""
     seeds: int = 3
     vocabulary: int = 0
     learning_rate: float = 3e-3
@@ -53,6 +55,11 @@ class Scale:
         """A job of this scale."""
         same = {item.name for item in dataclasses.fields(self)} & {item.name for item in dataclasses.fields(Job)}
         return Job(**{"method": method, **{name: getattr(self, name) for name in same}, **changes})
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Changes of a job, by name: that of `make demo`, and the largest model of the ladder."""
+        sizes = {} if self.demo is None else {"demo": self.demo}
+        return {**sizes, self.ladder[-1]: {"model": self.ladder[-1]}}
 
     def few(self, values: Sequence[T]) -> list[T]:
         """Of a grid, its ends where the scale is quick, and all of it elsewhere."""
@@ -74,7 +81,7 @@ class Scale:
             changes["seeds"] = seeds
         if model is not None:
             shape_of(model)
-            changes.update(model=model, small_model=model, tiny_model=model, deep_model=model)
+            changes.update(model=model, small_model=model, tiny_model=model, deep_model=model, demo=None)
         return dataclasses.replace(self, **changes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,6 +126,7 @@ SCALES = {
         periods=(5, 10, 30, 100, 300, 525),
         island_counts=(1, 2, 4, 8),
         token_factors=(0.25, 1.0, 4.0, 8.0),
+        demo={"model": "micro", "vocabulary": 1024, "steps": 1500, "batch_size": 8, "sequence_length": 128},
     ),
     "paper": Scale(
         name="paper",

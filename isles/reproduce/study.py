@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,8 @@ class Study:
     findings: Callable[[Records], list[Finding]]
     plot: Callable[[Records, Any], None]
     """Draws on a matplotlib figure."""
+    chosen: Callable[[Records], Iterable[str]] | None = None
+    """Of the runs of the first seed, those that the other seeds run as well; None: all."""
     note: str = ""
     """What else a reader of its section has to know."""
 

@@ -175,7 +175,8 @@ class DataParallel:
             ) from error
 
     def cost_of_step(self, pass_seconds: float) -> Cost:
-        waited = max(0.0, pass_seconds - self._pass_seconds_alone)
+        together = self._place.world_size > 1
+        waited = max(0.0, pass_seconds - self._pass_seconds_alone) if together else 0.0
         return Cost(waited, waited, self._bytes_per_step)
 
     def global_model(self) -> AbstractContextManager[nn.Module]:

@@ -19,6 +19,7 @@ NAMES = (
     "scaling",
     "non-iid",
     "recipe",
+    "worth",
 )
 
 
