@@ -61,7 +61,7 @@ DATA_PARALLEL = Variant(name="data-parallel", family="data-parallel", fragmented
 
 
 def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
-    """The papers' five, longer overlap, eager updates, and `distant`. `cutting`: knobs on how to cut the model."""
+    """The papers' five, longer overlap, eager updates, and two of ours: `gradual` and `distant`. `cutting`: knobs on how to cut the model."""
     if sync_every < 1:
         raise ValueError(f"sync_every={sync_every} must be at least 1")
     knobs = {"sync_every": sync_every, **cutting}
@@ -87,6 +87,15 @@ def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
             name="streaming-overlap-fp4",
             family="streaming",
             constructor="streaming",
+            knobs=knobs,
+            sync_every=sync_every,
+            codec="e3m0",
+            lateness=1,
+        ),
+        Variant(
+            name="gradual-fp4",
+            family="streaming",
+            constructor="gradual",
             knobs=knobs,
             sync_every=sync_every,
             codec="e3m0",

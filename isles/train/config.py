@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MethodName = Literal["streaming", "diloco", "delayed", "eager", "distant", "data-parallel"]
+MethodName = Literal["gradual", "streaming", "diloco", "delayed", "eager", "distant", "data-parallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TrainConfig:
     """
     inside: Literal["fsdp", "ddp"] = "fsdp"
     """In an island of several ranks: its model in shards (FSDP2), or a copy on each (DDP)."""
-    method: MethodName = "streaming"
+    method: MethodName = "gradual"
     """How islands synchronise; the fields of the method below can be set on top."""
     timeout_seconds: float = 600.0
     """How long another island may be silent before it counts as lost."""
@@ -66,8 +66,8 @@ class TrainConfig:
     """Tokens in a sequence."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The inner optimizer; muon: Muon for the matrices inside layers, AdamW for the rest."""
-    learning_rate: float = 3e-3
-    """Peak learning rate."""
+    learning_rate: float | None = None
+    """Peak learning rate (default: by the model's size, the optimizer and the method)."""
     warmup_steps: int = 100
     """Steps of linear warm-up."""
     final_learning_rate: float = 0.05
@@ -114,7 +114,8 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 self._require(name, lambda value: value >= 0, "0 or more")
         for name in ("learning_rate", "clip", "timeout_seconds"):
-            self._require(name, lambda value: value > 0, "greater than 0")
+            if getattr(self, name) is not None:
+                self._require(name, lambda value: value > 0, "greater than 0")
         self._require("final_learning_rate", lambda value: 0 <= value <= 1, "from 0 to 1, a fraction of the peak")
         self._require("beta2", lambda value: 0 <= value < 1, "from 0 to below 1")
         sources = self.island_sources()
@@ -138,6 +139,7 @@ class TrainConfig:
 
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine down to a fraction of the peak; steps count from 0."""
+        assert self.learning_rate is not None, "the peak is chosen when the model is there: isles.train.learning_rate"
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)

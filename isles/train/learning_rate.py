@@ -10,11 +10,23 @@ power at which published recipes fall. It is a place to start; `--learning-rate`
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from isles.train.config import TrainConfig
+
 POWER = 0.25
 LARGEST = 12e-3
 """No smaller model has a larger one."""
 BASES = {("adamw", False): 5e-3, ("adamw", True): 8e-3, ("muon", False): 10e-3, ("muon", True): 10e-3}
 """(optimizer, whether islands are averaged rather than gradients) -> rate at 1M parameters."""
+
+
+def resolved(config: TrainConfig, parameters: int) -> TrainConfig:
+    """With a peak learning rate, the one that was given or the one for a model of so many parameters."""
+    if config.learning_rate is not None:
+        return config
+    averaged = config.method != "data-parallel"
+    return replace(config, learning_rate=peak(parameters, config.optimizer, averaged=averaged))
 
 
 def peak(parameters: float, optimizer: str, *, averaged: bool) -> float:

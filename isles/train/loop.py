@@ -23,6 +23,7 @@ from isles.train.checkpoint import Checkpoints, newest_common
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
 from isles.train.launch import STOP_FILE
+from isles.train.learning_rate import resolved
 from isles.train.model import build_model
 from isles.train.place import Place
 from isles.train.run_log import RunLog, Totals
@@ -54,6 +55,7 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, self.tokens.vocabulary).to(place.device)
+        config = self.config = resolved(config, sum(parameter.numel() for parameter in self.model.parameters()))
         self.segments = evals.takes_segments(self.model)
         self.in_shards = method is not None and place.ranks_per_island > 1 and config.inside == "fsdp"
         if self.in_shards:
