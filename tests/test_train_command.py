@@ -140,7 +140,7 @@ def test_the_saved_configuration_is_plain_json(tmp_path):
     setup.claim(wanted)
     saved = json.loads((Path(wanted.config.run) / "config.json").read_text())
     assert saved["method"]["fragments"] == [["a"], ["b"]]
-    assert saved["config"]["method"] == "streaming"
+    assert saved["config"]["method"] == "gradual"
 
 
 def test_only_the_rank_that_has_a_result_prints_json(monkeypatch, capsys):

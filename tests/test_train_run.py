@@ -20,7 +20,12 @@ from isles.train.launch import STOP_FILE
 STEPS = 30
 TINY = ["--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano", "--batch-size", "2", "--json"]
 TINY += ["--sequence-length", "32"]
-SMALL = [*TINY, *f"--steps {STEPS} --sync-every 6 --fragments 3 --overlap 2 --checkpoint-every 5".split()]
+SMALL = [
+    *TINY,
+    "--method",
+    "streaming",
+    *f"--steps {STEPS} --sync-every 6 --fragments 3 --overlap 2 --checkpoint-every 5".split(),
+]
 SMALL += ["--eval-every", "15", "--eval-tokens", "512", "--sample-tokens", "8", "--warmup-steps", "5"]
 LIMIT_SECONDS = 240
 

@@ -176,7 +176,7 @@ class Method:
         """
         sync_every = knobs.get("sync_every", cls.sync_every)
         start = [(50, max(1, sync_every // 10))] if _is_integer(sync_every, 1) else []
-        return cls.streaming(**{"dense_start": start, "warmup_rounds": 20, "outer_lr": 0.7, "mixing": 0.25, **knobs})
+        return cls.streaming(**{"dense_start": start, "warmup_rounds": 20, "outer_lr": 0.9, "mixing": 0.25, **knobs})
 
     @classmethod
     def delayed(cls, **knobs: Any) -> Method:

@@ -21,7 +21,7 @@ from isles.reproduce.scale import Scale
 from isles.reproduce.study import Change, Finding, Records, Study, all_of
 from isles.train.learning_rate import peak
 
-GRID = (0.5, 0.7, 1.0, 1.4)
+GRID = (0.7, 1.0, 1.4)
 """Of learning rates, times what `isles train` would take."""
 OPTIMIZERS = {"AdamW": "adamw", "Muon": "muon"}
 ALONE, PARALLEL, PAPER, OURS = "alone", "data-parallel", "streaming", "gradual"
@@ -33,7 +33,7 @@ def _configurations(scale: Scale) -> dict[str, Job]:
     jobs: dict[str, Job] = {}
     for name, setting in scale.settings().items():
         for optimizer, inner in OPTIMIZERS.items():
-            for islands in (2, 4) if optimizer == "AdamW" else (2,):
+            for islands in (2, 4) if not jobs else (2,):
                 for side, method in _sides(scale, islands).items():
                     count = 1 if side == ALONE else islands
                     for rate in _rates(scale, setting, inner, side):
@@ -50,8 +50,8 @@ def _sides(scale: Scale, islands: int) -> dict[str, Method | None]:
 
 
 def _rates(scale: Scale, setting: dict[str, Any], inner: str, side: str) -> list[float]:
-    rate = peak(scale.job(**setting).parameters, inner, averaged=side in (OURS, PAPER))
-    return [float(f"{rate * factor:.2g}") for factor in scale.few(GRID)]
+    rate = peak(scale.job(**setting).parameters, inner, own_batch=side != PARALLEL)
+    return [float(f"{rate * factor:.2g}") for factor in ((1.0,) if side == PAPER else scale.few(GRID))]
 
 
 # ---- reading names
