@@ -61,7 +61,10 @@ DATA_PARALLEL = Variant(name="data-parallel", family="data-parallel", fragmented
 
 
 def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
-    """The papers' five, longer overlap, eager updates, and ours: `gradual` and `distant`. `cutting`: knobs of fragments."""
+    """The papers' five, longer overlap, eager updates, and ours: `gradual` and `distant`.
+
+    `cutting`: knobs on how to cut the model.
+    """
     if sync_every < 1:
         raise ValueError(f"sync_every={sync_every} must be at least 1")
     knobs = {"sync_every": sync_every, **cutting}
