@@ -17,13 +17,14 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf,tensorboard]'
 	touch $@
 
-DEMO := --islands 2 --model micro --vocabulary 1024 --steps 1500 --batch-size 8 --sequence-length 128 \
+DEMO := --model micro --vocabulary 1024 --steps 1500 --batch-size 8 --sequence-length 128 --threads 1 \
 	--eval-every 250 --checkpoint-every 500 --overwrite
 
 demo: install
-	$(BIN)/isles train --run runs/demo/streaming --method streaming --sync-every 30 $(DEMO)
-	$(BIN)/isles train --run runs/demo/data-parallel --method data-parallel $(DEMO)
-	$(BIN)/isles report runs/demo/streaming runs/demo/data-parallel --out runs/demo/report.html
+	$(BIN)/isles train --run runs/demo/isles --islands 2 --method gradual --sync-every 30 $(DEMO)
+	$(BIN)/isles train --run runs/demo/data-parallel --islands 2 --method data-parallel $(DEMO)
+	$(BIN)/isles train --run runs/demo/alone --islands 1 --method data-parallel $(DEMO)
+	$(BIN)/isles report runs/demo/isles runs/demo/data-parallel runs/demo/alone --out runs/demo/report.html
 
 test: install
 	$(BIN)/python -m pytest

@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mini": {"model": "mini", "steps": 2100, "batch_size": 4, "sequence_length": 64},
 }
 BASE: dict[str, Any] = {"dense_start": [(50, 3)], "warmup_rounds": 20, "outer_lr": 0.7, "mixing": 0.25}
-"""Where the search begins."""
+"""Where the search began; `Method.gradual` is where it ended."""
 
 
 def job(setting: str, rate: float, knobs: dict[str, Any] | None, **changes: Any) -> Job:
@@ -38,71 +39,77 @@ def job(setting: str, rate: float, knobs: dict[str, Any] | None, **changes: Any)
     return Job(method=method, learning_rate=rate / 1000, **{**SETTINGS[setting], "evaluations": 10, **changes})
 
 
-def group(name: str) -> dict[str, Job]:
-    """The runs of a group, by name."""
-    return {f"{label} @ {rate:g}": made for (label, rate), made in GROUPS[name]().items()}
+Runs = dict[tuple[str, float], Job]
 
 
-def sides(setting: str, rates: dict[str, list[float]], knobs: dict[str, Any] = BASE, **changes: Any) -> Any:
-    """Alone, data-parallel, the preset of the paper and ours, at learning rates of their own."""
-    found = {}
-    inner = changes.get("inner", "adamw")
-    islands = changes.get("islands", 2)
-    about = f"{setting} {inner} M={islands}" + (f" x{changes['steps']}" if "steps" in changes else "")
+def sides(setting: str, rates: dict[str, list[float]], **changes: Any) -> Runs:
+    """Alone, data-parallel, the papers' settings and the gradual start, each at learning rates of its own."""
+    gradual = isles.Method.gradual(sync_every=30).as_dict()
+    knobs = {"parallel": None, "paper": {}, "gradual": gradual}
+    found: Runs = {}
     for side, grid in rates.items():
         for rate in grid:
-            if side == "alone":
-                made = job(setting, rate, None, **{**changes, "islands": 1})
-            else:
-                made = job(setting, rate, {"parallel": None, "paper": {}, "ours": knobs}[side], **changes)
-            found[f"{about}: {side}", rate] = made
+            own = {**changes, "islands": 1} if side == "alone" else changes
+            found[f"{about(setting, changes)}: {side}", rate] = job(setting, rate, knobs.get(side), **own)
     return found
 
 
-def variants(setting: str, rate: float, table: dict[str, dict[str, Any]], **changes: Any) -> Any:
-    """Ours with one thing changed."""
-    inner = changes.get("inner", "adamw")
-    return {
-        (f"{setting} {inner} M={changes.get('islands', 2)}: ours, {label}", rate): job(
-            setting, rate, {**BASE, **knobs}, **changes
-        )
-        for label, knobs in table.items()
+def variants(setting: str, rate: float, table: dict[str, dict[str, Any]], **changes: Any) -> Runs:
+    """Where the search began, with one thing changed."""
+    label = f"{about(setting, changes)}: ours, "
+    return {(label + name, rate): job(setting, rate, {**BASE, **knobs}, **changes) for name, knobs in table.items()}
+
+
+def late(every: int) -> Runs:
+    """A whole round late, and a longer period: with the schedule and without."""
+    start = {"dense_start": [(50, every // 10)], "warmup_rounds": 20, "outer_lr": 0.9}
+    whole = {"sync_every": every, "overlap": every - 1, "mixing": 0.75}
+    eager = {"sync_every": every, "overlap": 0, "update": "eager", "mixing": 0.5}
+    table = {
+        "distant": whole,
+        "distant, gradual": {**whole, **start},
+        "eager": eager,
+        "eager, gradual": {**eager, **start},
     }
+    if every != 30:
+        table |= {"streaming": {"sync_every": every}, "gradual": {"sync_every": every, "mixing": 0.25, **start}}
+    return {(f"demo adamw M=2: H={every}, {name}", 12.0): job("demo", 12, knobs) for name, knobs in table.items()}
 
 
-KNOBS: dict[str, dict[str, Any]] = {
-    "mixing 0": {"mixing": 0.0},
-    "mixing 0.5": {"mixing": 0.5},
+def about(setting: str, changes: dict[str, Any]) -> str:
+    length = f" x{changes['steps']}" if "steps" in changes else ""
+    return f"{setting} {changes.get('inner', 'adamw')} M={changes.get('islands', 2)}{length}"
+
+
+SEARCH: dict[str, dict[str, Any]] = {
+    "base": {},
     "no dense start": {"dense_start": []},
     "no warm-up": {"warmup_rounds": 0},
     "warm-up 10": {"warmup_rounds": 10},
     "warm-up 40": {"warmup_rounds": 40},
-    "outer lr 0.5": {"outer_lr": 0.5},
-    "outer lr 0.9": {"outer_lr": 0.9},
-    "momentum 0": {"outer_momentum": 0.0, "outer_lr": 1.0},
-    "momentum 0.5": {"outer_momentum": 0.5},
+    "64x2": {"dense_start": [(64, 2)]},
+    "60x3": {"dense_start": [(60, 3)]},
+    "30x3 20x6 10x12": {"dense_start": [(30, 3), (20, 6), (10, 12)]},
+    "mixing 0": {"mixing": 0.0},
+    "outer lr 1, mixing 0.5": {"outer_lr": 1.0, "mixing": 0.5},
     "momentum 0.8": {"outer_momentum": 0.8},
-    "dense 25x3": {"dense_start": [(25, 3)]},
-    "dense 50x2": {"dense_start": [(50, 2)]},
-    "dense 50x5": {"dense_start": [(50, 5)]},
-    "dense 30x10": {"dense_start": [(30, 10)]},
-    "dense 15x3 15x6 15x12": {"dense_start": [(15, 3), (15, 6), (15, 12)]},
-    "dense 10x1 10x2 10x4 10x8 10x15": {"dense_start": [(10, 1), (10, 2), (10, 4), (10, 8), (10, 15)]},
-    "fp32": {"codec": "fp32"},
-    "overlap 0": {"overlap": 0},
+    "outer lr 0.7, momentum 0.95": {"outer_momentum": 0.95},
+    "outer lr 0.9": {"outer_lr": 0.9},
+    "outer lr 0.9, mixing 0.1": {"outer_lr": 0.9, "mixing": 0.1},
+    "outer lr 1": {"outer_lr": 1.0},
+    "outer lr 1, warm-up 10": {"outer_lr": 1.0, "warmup_rounds": 10},
+    "outer lr 1.2": {"outer_lr": 1.2},
 }
-GROUPS: dict[str, Any] = {
-    "demo-sides": lambda: sides(
-        "demo", {"alone": [6, 12, 18], "parallel": [4, 6, 9], "paper": [12, 18], "ours": [9, 12, 18]}
-    ),
-    "demo-knobs": lambda: variants("demo", 12, KNOBS),
-    "demo-muon": lambda: sides(
-        "demo", {"alone": [6, 12, 24], "parallel": [6, 12, 24], "ours": [6, 12, 24]}, inner="muon"
-    ),
-    "mini-sides": lambda: sides(
-        "mini", {"alone": [3, 6, 12], "parallel": [3, 6, 12], "paper": [6, 12], "ours": [3, 6, 12]}
-    ),
-    "mini-knobs": lambda: variants("mini", 6, KNOBS),
+THREE: dict[str, list[float]] = {"alone": [12], "parallel": [6], "gradual": [12]}
+GROUPS: dict[str, Callable[[], Runs]] = {
+    "sides": lambda: sides("demo", {"alone": [6, 12, 18], "parallel": [4, 6, 9], "paper": [12, 18]}),
+    "search": lambda: variants("demo", 12, SEARCH),
+    "text": lambda: sides("demo", {**THREE, "paper": [12]}),
+    "twice": lambda: sides("demo", {**THREE, "paper": [12]}, steps=3000),
+    "four-times": lambda: sides("demo", {**THREE, "paper": [12]}, steps=6000),
+    "eight-islands": lambda: sides("demo", {"parallel": [6], "gradual": [12]}, islands=8),
+    "late": lambda: late(30),
+    "late-100": lambda: late(100),
 }
 
 
@@ -118,7 +125,8 @@ def main() -> None:
     text = Text(args.data, args.val)
     known = {(row["name"], row["text"], row["seed"]) for row in rows()}
     for name in args.groups:
-        tasks = tasks_of(group(name), range(args.seeds), text)
+        jobs = {f"{label} @ {rate:g}": made for (label, rate), made in GROUPS[name]().items()}
+        tasks = tasks_of(jobs, range(args.seeds), text)
         for task, outcome in run_tasks(tasks, text, workers=args.workers):
             about = {"name": task.name, "text": text.names()[0], "seed": task.job.seed}
             if tuple(about.values()) not in known:

@@ -26,6 +26,9 @@ CODECS = ("fp32", "e3m0")
 METHODS = {
     "diloco": lambda codec: isles.Method.diloco(sync_every=4, codec=codec),
     "streaming": lambda codec: isles.Method.streaming(sync_every=5, fragments=3, overlap=2, codec=codec),
+    "gradual": lambda codec: isles.Method.gradual(
+        sync_every=5, fragments=3, overlap=2, dense_start=[(2, 1), (2, 2)], warmup_rounds=3, codec=codec
+    ),
     "delayed": lambda codec: isles.Method.delayed(sync_every=4, fragments=2, codec=codec),
     "eager": lambda codec: isles.Method.eager(sync_every=4, fragments=2, codec=codec),
 }

@@ -10,6 +10,7 @@ from torch import nn
 import isles
 
 METHODS = {
+    "gradual": isles.Method.gradual(sync_every=4, fragments=3, dense_start=[(2, 2)], warmup_rounds=2),
     "diloco": isles.Method.diloco(sync_every=4),
     "streaming": isles.Method.streaming(sync_every=5, fragments=3, overlap=2, mixing=0.5),
     "feedback": isles.Method.streaming(sync_every=5, fragments=3, overlap=1, codec="int4", error_feedback=True),

@@ -26,7 +26,9 @@ METHODS = {
     "random-drop, error feedback": isles.Method(
         sync_every=3, fragments=2, overlap=2, codec="random-drop", error_feedback=True
     ),
+    "gradual": isles.Method.gradual(sync_every=3, fragments=2, dense_start=[(2, 1), (1, 2)], warmup_rounds=2),
     "delayed": isles.Method.delayed(sync_every=3, fragments=2),
+    "eager, gradual": isles.Method.eager(sync_every=3, fragments=2, dense_start=[(2, 2)], warmup_rounds=2),
     "delayed twice, mixing": isles.Method.delayed(sync_every=2, fragments=2, delay_rounds=2, mixing=0.3),
     "eager": isles.Method.eager(sync_every=3, fragments=2),
     "eager twice, error feedback": isles.Method.eager(
