@@ -30,16 +30,15 @@ FEWEST_TIMES = 100
 
 
 def _configurations(scale: Scale) -> dict[str, Job]:
-    jobs: dict[str, Job] = {}
-    for name, setting in scale.settings().items():
-        for optimizer, inner in OPTIMIZERS.items():
-            for islands in (2, 4) if not jobs else (2,):
-                for side, method in _sides(scale, islands).items():
-                    count = 1 if side == ALONE else islands
-                    for rate in _rates(scale, setting, inner, side):
-                        label = f"{name}, {optimizer}, M = {count}: {side} at {rate:g}"
-                        own = {**setting, "inner": inner, "islands": count, "learning_rate": rate}
-                        jobs[label] = scale.job(method, **own)
+    settings, jobs = scale.settings(), {}
+    groups = [(name, optimizer, 2) for optimizer in OPTIMIZERS for name in settings]
+    for name, optimizer, islands in [*groups, (*groups[0][:2], 4)]:
+        setting, inner = settings[name], OPTIMIZERS[optimizer]
+        for side, method in _sides(scale, islands).items():
+            count = 1 if side == ALONE else islands
+            for rate in _rates(scale, setting, inner, side):
+                own = {**setting, "inner": inner, "islands": count, "learning_rate": rate}
+                jobs[f"{name}, {optimizer}, M = {count}: {side} at {rate:g}"] = scale.job(method, **own)
     return jobs
 
 
@@ -50,7 +49,8 @@ def _sides(scale: Scale, islands: int) -> dict[str, Method | None]:
 
 
 def _rates(scale: Scale, setting: dict[str, Any], inner: str, side: str) -> list[float]:
-    rate = peak(scale.job(**setting).parameters, inner, own_batch=side != PARALLEL)
+    job = scale.job(**setting)
+    rate = peak(job.parameters, inner, job.batch_size * job.sequence_length, own_batch=side != PARALLEL)
     return [float(f"{rate * factor:.2g}") for factor in ((1.0,) if side == PAPER else scale.few(GRID))]
 
 
