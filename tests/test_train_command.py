@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from isles.cli import main
-from isles.train import setup
+from isles.train import learning_rate, setup
+from isles.train.config import TrainConfig
 
 MISTAKES = {
     "no number": (["--steps", "many"], "invalid int value"),
@@ -141,6 +142,19 @@ def test_the_saved_configuration_is_plain_json(tmp_path):
     saved = json.loads((Path(wanted.config.run) / "config.json").read_text())
     assert saved["method"]["fragments"] == [["a"], ["b"]]
     assert saved["config"]["method"] == "gradual"
+
+
+def test_a_learning_rate_is_chosen_where_none_is_given():
+    def rate(parameters, **flags):
+        return learning_rate.resolved(TrainConfig(**flags), parameters).learning_rate
+
+    assert rate(10**6, learning_rate=0.5) == 0.5
+    assert rate(10**6) == rate(10**6, method="streaming") == rate(10**6, method="data-parallel", islands=1)
+    assert rate(10**6, method="data-parallel") < rate(10**6), "whose steps see the batch of all islands"
+    assert rate(10**8) == pytest.approx(rate(10**6) / 10, rel=0.05)
+    assert rate(10**6, batch_size=2) == pytest.approx(rate(10**6) / 2, rel=0.05), "a quarter of the batch"
+    assert rate(10**6, batch_size=800) == rate(10**6)
+    assert rate(100) == learning_rate.LARGEST
 
 
 def test_only_the_rank_that_has_a_result_prints_json(monkeypatch, capsys):
