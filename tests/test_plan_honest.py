@@ -199,3 +199,23 @@ def test_memory_is_the_papers():
     assert offloaded.host_bytes > here.host_bytes
     eager = of_fragments(Schedule.of(isles.Method.eager(), 36), layers, (3e9 * 0.516,) * 36)
     assert eager.host_bytes >= sum(layers) * 4.5
+
+
+def test_a_dense_start_is_counted_beside_the_steady_state():
+    fleet = alike(2, 0.01, Link.symmetric(1e7))
+    plain, dense = (
+        isles.Method.streaming(sync_every=10, fragments=2, dense_start=start) for start in ((), [(3, 1), (4, 5)])
+    )
+    steady, found = (predict(WORK, fleet, method) for method in (plain, dense))
+    assert (found.bytes_per_step, found.peak_bytes) == (steady.bytes_per_step, steady.peak_bytes)
+    assert (float(found.step_seconds), steady.start.steps) == (float(steady.step_seconds), 0)
+    one_round = steady.bytes_per_step * 10
+    assert found.start.steps == 3 * 1 + 4 * 5
+    assert found.start.num_bytes == pytest.approx((3 + 4) * one_round)
+    assert found.start.peak_bytes == pytest.approx(one_round), "in rounds of one step all fragments are sent together"
+    whole_rounds = 7 * one_round * 8 / 1e7  # nothing is hidden: a result is applied at the step that sends it
+    assert float(found.start.seconds) >= found.start.steps * 0.01 + whole_rounds
+    assert float(found.start.seconds) == pytest.approx(found.start.steps * 0.01 + whole_rounds, rel=0.1)
+    assert found.bytes_sent(123) == pytest.approx(found.start.num_bytes + 100 * steady.bytes_per_step)
+    assert float(found.seconds(123)) == pytest.approx(float(found.start.seconds + 100 * steady.step_seconds))
+    assert float(steady.seconds(100)) == pytest.approx(100 * float(steady.step_seconds))
