@@ -1,7 +1,7 @@
 """torchrun on every island, as docs/multi-machine.md tells a user to start it on several machines.
 
 What an island prints goes to `node-I.log` in a folder of the run. `wait` returns when all have ended; when one has
-failed, the others get as long as the time-out says, since each of them has to notice by itself.
+failed, the others get as long as the timeout says, since each of them has to notice by itself.
 
 The processes that torchrun has started can be stopped and resumed. torchrun itself keeps running: its heartbeats tell
 the others that it is alive.

@@ -37,7 +37,7 @@ from isles.view.events import Event
 
 RECORD = "lab.json"
 GRACE_SECONDS = 20.0
-"""How long after its time-out an island may need to report that it has lost the others."""
+"""How long after its timeout an island may need to report that it has lost the others."""
 LEAST_TURNS = 3
 """Of the reference during a run. With fewer, those before and after the run count."""
 

@@ -35,7 +35,7 @@ TURN_SECONDS, TURN_STEPS = 1.5, 4
 QUIET_SECONDS, QUIET_LATENCIES, QUIET_BYTES = 0.1, 4, 500
 """Nothing moves if no island has sent more than so many bytes, no frame of data, for so long."""
 TURNS_IN_A_TIMEOUT = 4
-"""A run whose time-out is shorter than so many turns cannot be stopped."""
+"""A run whose timeout is shorter than so many turns cannot be stopped."""
 
 
 class Turns:
