@@ -65,6 +65,21 @@ def test_configurations_of_every_scale_are_made(name, scale):
     assert all(job.method is None or job.method.sync_every * 2 <= job.steps for job in jobs.values())
 
 
+def test_a_study_goes_on_elsewhere_from_what_was_written(reproduce, folder, monkeypatch, tmp_path):
+    assert reproduce("recipe", "--scale", "quick")[0] == 0
+    written = folder / "results" / "recipe.json"
+    records = json.loads(written.read_text())["records"]
+    written.unlink()
+    begun = written.with_suffix(".part.jsonl")
+    begun.write_text("".join(json.dumps(record) + "\n" for record in records[1:]))
+    monkeypatch.setenv("ISLES_CACHE", str(tmp_path))  # of a machine that has run nothing
+    code, _, err = reproduce("recipe", "--scale", "quick")
+    assert code == 0
+    assert "1 runs to go" in err
+    assert [each["key"] for each in json.loads(written.read_text())["records"]] == [each["key"] for each in records]
+    assert not begun.exists()
+
+
 def test_list(reproduce):
     code, out, _ = reproduce("--list")
     assert code == 0

@@ -93,11 +93,14 @@ def _run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
     records: list[dict[str, Any]] = []
 
     def run(tasks: Sequence[Task]) -> None:
-        for task, outcome in run_tasks(tasks, text, workers=workers, compile_model=args.compile, again=args.again):
+        options = {"workers": workers, "compile_model": args.compile, "again": args.again}
+        for task, outcome in run_tasks(tasks, text, done=results.finished(path), **options):
             records.append(results.record_of(task, outcome))
-            if {record["name"] for record in records} == jobs.keys():  # at least one seed of each: worth keeping
-                records.sort(key=lambda record: (record["job"]["seed"], order[record["name"]]))
+            records.sort(key=lambda record: (record["job"]["seed"], order[record["name"]]))
+            if {record["name"] for record in records} == jobs.keys():  # at least one seed of each
                 results.write(study, scale, text, records, command, path)
+            else:
+                results.keep(records, path)
 
     if study.chosen is None:
         run(tasks_of(jobs, range(scale.seeds), text))

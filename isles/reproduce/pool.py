@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -47,15 +47,20 @@ def run_tasks(
     workers: int,
     cache: Path | None = None,
     compile_model: bool | None = None,
+    done: Mapping[str, dict[str, Any]] | None = None,
     again: bool = False,
     stream: TextIO | None = None,
 ) -> Iterator[tuple[Task, dict[str, Any]]]:
     """Every task with its record: those known from before first, then each as it is finished.
 
-    `again` runs them all anew. With one worker they run in this process, one after the other.
+    Known are those in `done`, by key, and those in the cache; `again` runs them all anew. With one worker they run in
+    this process, one after the other.
     """
     folder = record_folder(cache)
-    known = {} if again else {task.key: found for task in tasks if (found := _read(folder / f"{task.key}.json"))}
+    known: dict[str, dict[str, Any]] = {}
+    for task in tasks if not again else ():
+        if found := (done or {}).get(task.key) or _read(folder / f"{task.key}.json"):
+            known[task.key] = found
     for task in tasks:
         if task.key in known:
             yield task, known[task.key]

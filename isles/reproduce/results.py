@@ -46,9 +46,32 @@ def write(study: Study, scale: Scale, text: Text, records: list[dict[str, Any]],
     }
     head = json.dumps(content, indent=1)[:-2]
     rows = ",\n  ".join(json.dumps(record) for record in records)  # a run per line: readable, and small in a diff
+    _write(path, f'{head},\n "records": [\n  {rows}\n ]\n}}\n')
+    _unfinished(path).unlink(missing_ok=True)
+
+
+def keep(records: list[dict[str, Any]], path: Path) -> None:
+    """Writes the runs of a study that has not run every configuration yet, one per line, beside where it will be."""
+    _write(_unfinished(path), "".join(json.dumps(record) + "\n" for record in records))
+
+
+def finished(path: Path) -> dict[str, dict[str, Any]]:
+    """Outcomes by key, as far as they have been written: on another machine a study goes on where it was left."""
+    whole = read(path)["records"] if path.exists() else []
+    begun = _unfinished(path).read_text("utf-8").splitlines() if _unfinished(path).exists() else []
+    records = [*whole, *map(json.loads, begun)]
+    return {r["key"]: {name: v for name, v in r.items() if name not in ("name", "key", "job")} for r in records}
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_suffix(".part.jsonl")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(f'{head},\n "records": [\n  {rows}\n ]\n}}\n', "utf-8")
+    partial.write_text(text, "utf-8")
     os.replace(partial, path)
 
 
