@@ -74,7 +74,7 @@ def _reader(hint: Any) -> Callable[[str], Any]:
         return options[0]  # type: ignore[no-any-return]
     assert any(typing.get_origin(option) is Sequence for option in options), f"no way to read {hint} from a flag"
     if Sequence[tuple[int, int]] in options:
-        return _pairs
+        return pairs
     return _number_or_list if int in options else _list
 
 
@@ -90,7 +90,7 @@ def _number_or_list(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a JSON list") from None
 
 
-def _pairs(text: str) -> list[tuple[int, int]]:
+def pairs(text: str) -> list[tuple[int, int]]:
     """Pairs of whole numbers: 50x3,25x6."""
     try:
         return [(int(first), int(second)) for first, second in (part.split("x") for part in text.split(",") if part)]

@@ -307,6 +307,20 @@ def test_the_picture_is_drawn(plan, tmp_path):
     assert len(re.findall("95 % from", text)) >= 5
 
 
+def test_a_dense_start_is_told_beside_the_table(plan):
+    code, text, answer, _ = plan("--preset", "1B", "--bandwidth", "1Gbit", "--dense-start", "10x5,5x20", "--json")
+    assert code == 0
+    start = answer["methods"]["yours"]["dense_start"]
+    assert start["steps"] == 10 * 5 + 5 * 20
+    assert start["bytes"] == pytest.approx(15 * 100 * answer["methods"]["yours"]["bytes_per_step"])
+    assert start["seconds"] > start["steps"] * 0.1
+    assert "yours: a dense start of 150 steps comes before that" in text
+    assert answer["methods"]["streaming"]["dense_start"] is None
+    code, _, _, err = plan("--preset", "1B", "--dense-start", "ten")
+    assert code == 2
+    assert "'ten' is no list of pairs such as 50x3,25x6" in err
+
+
 def test_the_page_is_what_the_command_writes():
     page = ROOT / "docs" / "planning.md"
     assert page.read_text() == markdown(), "run: python -m isles.plan.document > docs/planning.md"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from isles.flags import pairs
 from isles.plan import present
 from isles.plan.coding import Coding, measure
 from isles.plan.compare import Question, compare
@@ -57,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     link.add_argument(
         "--reduction", choices=("auto", "all-gather", "reduce-scatter"), default="auto", help="how islands average"
     )
-    method = parser.add_argument_group("the method", "any of the last four adds a row of your own")
+    method = parser.add_argument_group("the method", "any of the last five adds a row of your own")
     method.add_argument("--sync-every", type=int, help="H (default 100; the recommendation looks at 30 and 100)")
     method.add_argument("--fragments", type=int, help="into how many fragments the model is cut")
     method.add_argument("--fragment-layers", type=int, help="layers per fragment (default 3)")
@@ -65,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--pattern", choices=("strided", "sequential"), help="which layers share a fragment (default strided)"
     )
     method.add_argument("--overlap", type=int, help="steps between sending and applying")
+    method.add_argument("--dense-start", type=pairs, help="shorter rounds at first: 50x3 is fifty rounds of 3 steps")
     method.add_argument("--codec", help="fp32, bf16, int8, e3m0 ...")
     method.add_argument("--update", choices=("fresh", "delayed", "eager"), help="which mean an outer step uses")
     method.add_argument("--delay-rounds", type=int, help="how many rounds late, for delayed and eager")
@@ -177,7 +179,7 @@ def _fleet(args: argparse.Namespace, islands: int, step_seconds: list[float]) ->
 
 
 def _own_variant(args: argparse.Namespace, sync_every: int, cutting: dict[str, Any]) -> list[Variant]:
-    knobs = _given(args, "overlap", "codec", "update", "delay_rounds")
+    knobs = _given(args, "overlap", "dense_start", "codec", "update", "delay_rounds")
     if not knobs:
         return []
     from isles.core.method import Method
