@@ -1,6 +1,6 @@
 """The peak learning rate of the inner optimizer, where none is given: a fit to our own runs, in one place.
 
-    rate = base * (parameters / 1M) ^ -1/2 * (tokens of a step / 1,024) ^ 1/2, the last factor at most 1
+    rate = base * (parameters / 1M) ^ -1/2 * (tokens of a step / 1,024) ^ 3/4, the last factor at most 1
 
 The base depends on the inner optimizer and on what a step sees: islands that train on their own between two
 synchronisations, and one island alone, want a larger rate than data-parallel training, whose batch is that of all
@@ -36,5 +36,5 @@ def peak(parameters: float, optimizer: str, tokens: int, *, own_batch: bool) -> 
     >>> peak(1e9, "adamw", 2**16, own_batch=True)
     0.00019
     """
-    rate = BASES[optimizer, own_batch] * (parameters / 1e6) ** -0.5 * min(1.0, tokens / 1024) ** 0.5
+    rate = BASES[optimizer, own_batch] * (parameters / 1e6) ** -0.5 * min(1.0, tokens / 1024) ** 0.75
     return float(f"{min(rate, LARGEST):.2g}")
