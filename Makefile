@@ -17,7 +17,7 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf,tensorboard]'
 	touch $@
 
-DEMO := --model micro --vocabulary 1024 --steps 1500 --batch-size 8 --sequence-length 128 --threads 1 \
+DEMO := --model micro --vocabulary 1024 --steps 1350 --batch-size 8 --sequence-length 128 --threads 1 \
 	--eval-every 250 --checkpoint-every 500 --overwrite
 
 demo: install
