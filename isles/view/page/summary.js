@@ -181,6 +181,8 @@ function knobs(run) {
   if (run.knobs.update && run.knobs.update !== 'fresh')
     parts.push(`${run.knobs.delay_rounds === 1 ? 'one round' : `${run.knobs.delay_rounds} rounds`} late`);
   else if (run.lateness) parts.push(`overlap ${run.lateness}`);
+  const start = run.knobs.dense_start ?? [];
+  if (start.length) parts.push(`after ${start.map(([rounds, steps]) => `${rounds} rounds of ${steps}`).join(', ')}`);
   return parts.join(', ');
 }
 
