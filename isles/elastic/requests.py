@@ -1,0 +1,122 @@
+"""Store operations in flight: what the protocol asks of a store, and how it bears a bad one.
+
+A driver takes operations from `ready`, performs them in any order and at the same time, and brings every answer back,
+late if need be. An operation that could not be performed, or whose answer was lost, is started again after a pause that
+doubles each time. So an operation may be performed twice, and a create that says "exists" may have been our own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from isles.elastic.objects import MAX_DOCUMENT_BYTES, DamagedError
+from isles.wire.world import LostPeerError
+
+LEAST_ATTEMPTS = 5
+"""Before an operation is given up, however long it took: the process may have slept."""
+
+Kind = Literal["get", "put", "create", "list", "delete"]
+Status = Literal["ok", "exists", "missing", "again", "damaged", "failed"]
+
+
+class Answer(NamedTuple):
+    """How an operation ended.
+
+    ok        done. Value of a get: the bytes of a document; a `Contribution` for a payload and a `Blob` for a part of a
+              snapshot, whose bytes the driver keeps. Of a list: the names, in any order.
+    exists    a create found the name taken (409, 412), if only by its own earlier attempt
+    missing   nothing has this name
+    again     nobody knows whether it was done: time-out, lost answer, 429, 500, 503
+    damaged   what was read is not what was written: a wrong checksum
+    failed    no use to try again: no such bucket, no rights, larger than `limit`
+    """
+
+    status: Status
+    value: Any = None
+
+
+@dataclass(eq=False)
+class Operation:
+    """One request to the store."""
+
+    kind: Kind
+    name: str
+    """Of the object; of a list, the prefix."""
+    body: Any = None
+    """What to put or create: bytes, or whatever the driver handed in."""
+    limit: int = MAX_DOCUMENT_BYTES
+    """The most bytes that a get may answer with. Compare with the size that the store states, before reading."""
+
+
+Then = Callable[[Answer, float], str | None]
+"""Called with the answer and the time. Returns None, or why the answer is of no use: then the operation starts again."""
+
+
+@dataclass
+class _Pending:
+    then: Then
+    since: float
+    attempts: int = 0
+
+
+class Requests:
+    """Starts operations, starts them again, and calls back when they have ended.
+
+    The callback sees "ok", "exists", "missing" and "damaged"; "again" and "failed" are dealt with here, and so is a
+    callback that raises `DamagedError`. An operation that has been of no use for `timeout` seconds is an error.
+    """
+
+    def __init__(self, backoff: float, longest_backoff: float, timeout: float, seed: str) -> None:
+        self.ready: list[Operation] = []
+        self._backoff, self._longest, self._timeout = backoff, longest_backoff, timeout
+        self._pending: dict[Operation, _Pending] = {}
+        self._later: list[tuple[float, int, Operation]] = []
+        self._order, self._random = itertools.count(), random.Random(seed)
+
+    def start(
+        self, now: float, kind: Kind, name: str, then: Then, body: Any = None, limit: int = MAX_DOCUMENT_BYTES
+    ) -> None:
+        operation = Operation(kind, name, body, limit)
+        self._pending[operation] = _Pending(then, now)
+        self.ready.append(operation)
+
+    def answer(self, operation: Operation, answer: Answer, now: float) -> None:
+        """Takes in an answer. The second one to an operation that a store answers twice is dropped."""
+        pending = self._pending.get(operation)
+        if pending is None:
+            return
+        if answer.status == "failed":
+            raise LostPeerError(f"the store refuses to {operation.kind} {operation.name}: {answer.value}")
+        del self._pending[operation]
+        try:
+            useless = (answer.value or "no answer") if answer.status == "again" else pending.then(answer, now)
+        except DamagedError as error:
+            useless = str(error)
+        if useless:
+            self._start_again(operation, pending, useless, now)
+
+    def wake(self, now: float) -> None:
+        while self._later and self._later[0][0] <= now:
+            operation = heapq.heappop(self._later)[2]
+            if operation in self._pending:
+                self.ready.append(operation)
+
+    @property
+    def wake_at(self) -> float:
+        return self._later[0][0] if self._later else float("inf")
+
+    def _start_again(self, operation: Operation, pending: _Pending, why: str, now: float) -> None:
+        pending.attempts += 1
+        if now - pending.since > self._timeout and pending.attempts >= LEAST_ATTEMPTS:
+            tried = (
+                f"{operation.kind} {operation.name} has failed {pending.attempts} times in {now - pending.since:.0f} s"
+            )
+            raise LostPeerError(f"{tried}: {why}")
+        self._pending[operation] = pending
+        pause = min(self._longest, self._backoff * 2 ** (pending.attempts - 1)) * self._random.uniform(0.5, 1.0)
+        heapq.heappush(self._later, (now + pause, next(self._order), operation))

@@ -1,0 +1,423 @@
+"""Many islands, a store and a clock in one process; one seed decides everything that happens.
+
+A simulated island is the real protocol (`isles.elastic.protocol`) around a toy model with exact arithmetic. Its training
+loop is a generator that sleeps for a step or waits for a decision. Requests to the store take time, and `Faults` decides
+what becomes of each. All events are in one queue, ordered by time, so a seed that fails fails again in the same way.
+
+A simulation has two parts. First everything that the seed draws may go wrong. After three fifths of the rounds faults
+stop: those who sleep wake up, and at least a quorum is started. From then on rounds must be sealed, with everybody in.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from isles.core.schedule import Schedule
+from isles.elastic.faults import REQUEST_TIMEOUT, Faults, Path
+from isles.elastic.invariants import Checker, Violation
+from isles.elastic.numbering import Numbering
+from isles.elastic.objects import (
+    ROUNDS,
+    SNAPSHOTS,
+    Blob,
+    Contribution,
+    DamagedError,
+    Manifest,
+    Part,
+    Run,
+    digest,
+    manifest_name,
+    open_payload,
+    part_name,
+    payload_name,
+    round_of,
+)
+from isles.elastic.protocol import Apply, Decision, Member, Settings
+from isles.elastic.requests import Answer, Operation
+from isles.elastic.toy import State, Toy, read_payload
+from isles.wire.world import LostPeerError, MismatchError
+
+Loop = Generator[float | None, None, None]
+LONGEST_SECONDS_PER_ROUND = 400.0
+
+
+class Process:
+    """One island, from its start to its end. It never comes back: whoever restarts is a new process."""
+
+    def __init__(self, simulation: Simulation, token: str, step_seconds: float) -> None:
+        self.token, self.step_seconds, self.simulation = token, step_seconds, simulation
+        self.alive, self.leaving = True, False
+        self.asleep_until = self.cut_off_until = 0.0
+        self.joined_after = 0
+        """The end of the log when it joined."""
+        self.toy = Toy(simulation.numbering)
+        start = State.initial(simulation.fragments).pack()
+        blob = Blob(len(start), digest(start))
+        part = Part(part_name(0, "state", blob.sha256), *blob)
+        own = Run(token, "toy", simulation.model, simulation.gone_after, Manifest(0, "", (part,)))
+        options = (simulation.numbering, simulation.settings, token, simulation.now)
+        self.member = simulation.member(own, {part.name: start}, *options)
+        self.kept: dict[str, bytes] = {}
+        """Payloads, and parts of snapshots, that it has read."""
+        self.sent: dict[int, bytes] = {}
+        self.wake_at = math.inf
+        self._loop = self._train()
+        self._waits = True
+
+    # ---- events
+
+    def run(self, action: Callable[..., Any], *arguments: Any) -> None:
+        """Something happens to this process: an answer, a time that has come, the end of a step."""
+        simulation = self.simulation
+        if not self.alive:
+            return
+        if self.asleep_until > simulation.now:
+            simulation.at(self.asleep_until, self.run, action, *arguments)
+            return
+        if simulation.faults.happens("crash"):
+            simulation.crash(self)
+            return
+        try:
+            action(*arguments, simulation.now)
+            if self._waits and not self.leaving:
+                self.resume(simulation.now)
+        except (LostPeerError, MismatchError) as error:
+            simulation.failed(self, error)
+            return
+        for operation in self.member.operations():
+            simulation.request(self, operation)
+        if self.member.left:
+            simulation.ended(self)
+        if self.alive and self.member.wake_at < self.wake_at:
+            self.wake_at = max(self.member.wake_at, simulation.now)
+            simulation.at(self.wake_at, self.run, self._wake)
+
+    def answer(self, operation: Operation, answer: Answer, now: float) -> None:
+        value = answer.value
+        if answer.status == "ok" and operation.kind == "get" and operation.name.startswith((ROUNDS, SNAPSHOTS)):
+            self.kept[operation.name] = value
+            if operation.name.startswith(ROUNDS):
+                try:
+                    answer = Answer("ok", open_payload(operation.name, value)[0])
+                except DamagedError:
+                    answer = Answer("damaged")
+            elif not operation.name.endswith(".json"):
+                answer = Answer("ok", Blob(len(value), digest(value)))
+        self.member.answer(operation, answer, now)
+
+    def _wake(self, now: float) -> None:
+        self.wake_at = math.inf
+        self.member.wake(now)
+
+    def resume(self, now: float) -> None:
+        """The training loop goes on until it sleeps or waits."""
+        if self.leaving:
+            return
+        pause = next(self._loop)
+        self._waits = pause is None
+        if pause is not None:
+            self.simulation.at(now + pause, self.run, self.resume)
+
+    # ---- the training loop, as the engine of a real island has it
+
+    def _train(self) -> Loop:
+        member, simulation, numbering = self.member, self.simulation, self.simulation.numbering
+        while not member.joined:
+            self._take(member.log.tail)
+            yield None
+        self.joined_after = simulation.checker.tail
+        simulation.count["joins"] += 1
+        yield from self._wait_for(member.log.tail)
+        clock = member.clock
+        while True:
+            yield self.step_seconds
+            self.toy.learn(member.number or 0)
+            simulation.checker.observe(self.token, self.toy, member.taken)
+            reached = member.reach(clock + 1, simulation.now)
+            simulation.count["jumps"] += reached > clock + 1
+            while clock < reached:
+                clock += 1
+                for number in numbering.sent_at(clock):
+                    if member.wants(number):
+                        self._send(number)
+                for number in numbering.applied_at(clock):
+                    yield from self._wait_for(number)
+
+    def _send(self, number: int) -> None:
+        data = self.toy.send(number)
+        contribution, _ = open_payload(payload_name(number, 0), data)
+        self.member.send(number, contribution, data, self.simulation.now)
+        self.sent[number] = data
+
+    def _wait_for(self, number: int) -> Loop:
+        self.member.wait(number, self.simulation.now)
+        self._take(number)
+        while self.member.taken < number:
+            yield None
+            self._take(number)
+
+    def _take(self, number: int) -> None:
+        for decision in self.member.take(number, self.simulation.now):
+            self._apply(decision)
+
+    def _apply(self, decision: Decision) -> None:
+        member, toy, simulation = self.member, self.toy, self.simulation
+        if isinstance(decision, Apply):
+            number = decision.number
+            toy.apply(number, [self._payload(number, each) for each in decision.contributions], decision.included)
+            outcome = "included" if decision.included else "excluded" if self.joined_after < number else "replayed"
+            simulation.count[outcome] += 1
+        else:
+            number = decision.manifest.round
+            toy.load(State.parse(self.kept[decision.manifest.parts[0].name]), decision.counted, number)
+            simulation.count["reloads" if member.joined else "loads"] += 1
+        simulation.checker.observe(self.token, toy, number)
+        simulation.trace(self.token, decision)
+        self.kept = {name: data for name, data in self.kept.items() if (round_of(name) or 0) > number}
+        if isinstance(decision, Apply) and decision.save:
+            assert toy.state is not None
+            data = toy.state.pack()
+            member.save(decision, {"state": (Blob(len(data), digest(data)), data)}, simulation.now)
+            simulation.count["snapshots"] += 1
+
+    def _payload(self, number: int, contribution: Contribution) -> tuple[float, int]:
+        name = payload_name(number, contribution.island)
+        return read_payload(self.kept[name] if name in self.kept else self.sent[number])
+
+
+class Simulation:
+    """One seed. `run` raises `Violation` when an invariant does not hold."""
+
+    def __init__(
+        self,
+        seed: int,
+        islands: int,
+        rounds: int,
+        faults: Sequence[str],
+        member: type[Member] = Member,
+        trace: list[str] | None = None,
+    ) -> None:
+        self._random = draw = random.Random(f"isles {seed}")
+        self.faults = Faults(draw, faults)
+        self.member, self._trace = member, trace
+        self.most_islands, self._rounds = draw.randint(1, islands), rounds
+        self.count: Counter[str] = Counter()
+        self.fragments = draw.randint(1, 3)
+        self.numbering = Numbering(_schedule(draw, self.fragments))
+        self.model, self.gone_after = f"{self.fragments} integers", draw.randint(2, 8)
+        self._slowest = draw.choice((3.0, 10.0)) if "slow" in self.faults.kinds else 1.0
+        self.settings = Settings(
+            quorum=draw.randint(1, max(1, self.most_islands // 2)),
+            patience=2.5 * self._slowest + 4 * draw.random() + 2,
+            snapshot_every=draw.randint(3, 12),
+            poll=0.5,
+            backoff=0.2,
+            longest_backoff=5.0,
+            timeout=300.0,
+        )
+        self.store: dict[str, bytes] = {}
+        self.checker = Checker(self.numbering)
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = itertools.count()
+        self.processes: list[Process] = []
+        self._quiet_since: float | None = None
+        self._quiet_after = self._progress_tail = 0
+        self._progress_at = 0.0
+
+    # ---- time
+
+    def run(self) -> None:
+        """Until all rounds are sealed, and everybody has applied them."""
+        self.trace(self.numbering.schedule, self.settings, self.faults.kinds)
+        for index in range(self.most_islands):
+            late = index > 0 and self._random.random() < 0.4
+            self.at(self._random.random() * (3 * self._rounds if late else 3), self.start)
+        while not self._is_over():
+            self.now, _, action, arguments = heapq.heappop(self._events)
+            action(*arguments)
+            if self._quiet_since is None and self._is_enough():
+                self._stop_faults()
+        for process in self.processes:
+            if self._is_undisturbed(process):
+                self.checker.present(process.token, max(process.joined_after, self._quiet_after) + 2 * self.gone_after)
+        self.count["seals"] += self.checker.tail
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (time, next(self._order), action, arguments))
+
+    def trace(self, *what: object) -> None:
+        if self._trace is not None:
+            self._trace.append(f"{self.now:9.3f} {' '.join(map(str, what))}")
+
+    def _is_enough(self) -> bool:
+        return self.checker.tail >= self._rounds * 3 // 5 or self.now > self._rounds * 10 * self._slowest
+
+    def _stop_faults(self) -> None:
+        self.trace("faults stop")
+        self.faults.stop()
+        self._quiet_since, self._quiet_after, self._progress_at = self.now, self.checker.tail, self.now
+        for _ in range(self.settings.quorum - sum(self._is_undisturbed(each) for each in self.processes)):
+            self.start()
+
+    def _is_undisturbed(self, process: Process) -> bool:
+        disturbed_until = max(process.asleep_until, process.cut_off_until)
+        return process.alive and disturbed_until <= (self._quiet_since or 0.0)
+
+    def _is_over(self) -> bool:
+        """All that are there have applied all rounds. If it takes too long once faults have stopped: no progress."""
+        if self._quiet_since is None:
+            return False
+        tail, last = self.checker.tail, self._rounds
+        late = [each for each in self.processes if self._is_undisturbed(each) and each.member.taken < last]
+        if tail >= last and not late:
+            return True
+        if tail > self._progress_tail and tail <= last:
+            self._progress_tail, self._progress_at = tail, self.now
+        if self.now < self._progress_at + self._longest_wait:
+            return False
+        if self._is_unrecoverable():
+            self.count["unrecoverable"] += 1
+            return True
+        who = ", ".join(f"{each.token} {each.member.taken}" for each in late)
+        raise Violation(f"I4: no progress since {self._progress_at:.0f} s, at round {tail}; still behind: {who}")
+
+    @functools.cached_property
+    def _longest_wait(self) -> float:
+        """Seconds for a round of the slowest island, with somebody who is missing, and for a newcomer to join."""
+        period = self.numbering.schedule.sync_every * self._slowest * 1.5
+        return 2 * period + 3 * self.settings.patience + 60 + (self.settings.timeout if self._has("collector") else 0)
+
+    def _has(self, *kinds: str) -> bool:
+        return any(kind in self.faults.kinds for kind in kinds)
+
+    def _is_unrecoverable(self) -> bool:
+        """Whether a stranger has deleted a payload that nobody has applied and no snapshot contains."""
+        newest = max([0, *(round_of(name) or 0 for name in self.store if name.endswith("manifest.json"))])
+        ahead = max([newest, *(each.member.taken for each in self.processes if each.alive)])
+        following = self.checker.seals[ahead + 1 : ahead + 2]
+        names = [payload_name(ahead + 1, island) for seal in following if seal for island in seal.islands]
+        return self._has("collector") and any(name not in self.store for name in names)
+
+    # ---- processes
+
+    def start(self) -> None:
+        """A new process, unless there are enough."""
+        if sum(each.alive for each in self.processes) >= max(self.most_islands, self.settings.quorum):
+            return
+        slow = self._slowest if self._random.random() < 0.3 else 1.0
+        process = Process(self, f"process-{len(self.processes)}", slow * (0.8 + 0.4 * self._random.random()))
+        self.processes.append(process)
+        self.count["processes"] += 1
+        self.trace(process.token, "starts, seconds per step:", process.step_seconds)
+        process.run(lambda now: None)
+
+    def crash(self, process: Process) -> None:
+        self.trace(process.token, "dies")
+        self.count["crashes"] += 1
+        self.ended(process)
+
+    def failed(self, process: Process, error: Exception) -> None:
+        """An island has raised an error: loud, and right only if something was wrong for long."""
+        self.trace(process.token, "fails:", error)
+        self.count["gave up"] += 1
+        if not (isinstance(error, LostPeerError) and self._has("partition", "collector")):
+            raise Violation(f"I7: {process.token}: {type(error).__name__}: {error}") from error
+        self.ended(process)
+
+    def ended(self, process: Process) -> None:
+        process.alive = False
+        self.at(self.now + 1 + 30 * self._random.random(), self.start)
+
+    # ---- the store
+
+    def request(self, process: Process, operation: Operation) -> None:
+        """A process asks something of the store, if nothing happens to it just then."""
+        self.count["operations"] += 1
+        self._disturb(process)
+        if not process.alive:
+            return
+        path = self.faults.path(operation)
+        reaches = path.arrives and process.cut_off_until <= self.now
+        if reaches:
+            self.at(self.now + path.there, self._land, process, operation, path)
+        if not (reaches and path.answered):
+            self.count["lost answers"] += 1
+            no_answer = (process.answer, operation, Answer("again", "no answer"))
+            self.at(self.now + REQUEST_TIMEOUT, process.run, *no_answer)
+
+    def _disturb(self, process: Process) -> None:
+        happens, pause = self.faults.happens, self.faults.pause
+        if happens("crash"):
+            self.crash(process)
+        if happens("stall"):
+            process.asleep_until = self.now + pause(self.settings.patience)
+            self.count["stalls"] += 1
+            self.trace(process.token, "sleeps until", process.asleep_until)
+        if happens("partition"):
+            process.cut_off_until = self.now + pause(self.settings.patience)
+            self.count["partitions"] += 1
+            self.trace(process.token, "is cut off until", process.cut_off_until)
+        if happens("leave") and process.member.joined and not process.leaving:
+            process.leaving = True
+            process.member.leave(self.now)
+            self.count["leaves"] += 1
+            self.trace(process.token, "leaves")
+        if happens("blackout"):
+            self.count["blackouts"] += 1
+            for each in self.processes:
+                if each.alive:
+                    self.crash(each)
+        if happens("collector"):
+            last = self.checker.tail - self._random.randint(1, 6)
+            for name in [name for name in self.store if name.startswith(ROUNDS) and (round_of(name) or 0) <= last]:
+                del self.store[name]
+            self.count["early deletions"] += 1
+            self.trace("a stranger deletes payloads up to round", last)
+
+    def _land(self, process: Process, operation: Operation, path: Path) -> None:
+        answer = path.refusal or self.perform(operation)
+        self.trace(
+            process.token, operation.kind, operation.name, "->", answer.status, "" if path.answered else "(lost)"
+        )
+        if path.cut and answer.status == "ok":
+            answer = Answer("ok", answer.value[: self._random.randrange(len(answer.value))])
+        if path.again_after:
+            self.at(self.now + path.again_after, self.perform, operation)
+        if path.answered:
+            self.at(self.now + path.back, process.run, process.answer, operation, answer)
+
+    def perform(self, operation: Operation) -> Answer:
+        """What a store does."""
+        kind, name, store = operation.kind, operation.name, self.store
+        if kind == "get":
+            return Answer("ok", store[name]) if name in store else Answer("missing")
+        if kind == "list":
+            return Answer("ok", [each for each in store if each.startswith(name)])
+        if kind == "delete":
+            if store.pop(name, None) is not None:
+                self.checker.deleted(name)
+                self.count["deletions"] += 1
+            return Answer("ok")
+        if kind == "create" and name in store:
+            return Answer("exists")
+        store[name] = operation.body
+        self.checker.wrote(name, operation.body)
+        return Answer("ok")
+
+
+def _schedule(draw: random.Random, fragments: int) -> Schedule:
+    """Of any kind that a method can have."""
+    sync_every = draw.randint(2, 6)
+    offsets = tuple(p * sync_every // fragments for p in range(fragments))
+    delayed = draw.random() < 0.2
+    lateness = sync_every * draw.randint(1, 2) if delayed else draw.randrange(sync_every)
+    start = ((draw.randint(1, 3), draw.randint(1, 2)),) if draw.random() < 0.2 else ()
+    return Schedule(sync_every, offsets, lateness, start)
