@@ -32,12 +32,12 @@ RATES = {
     "errors": 0.05,
     "twice": 0.03,
     "lies": 0.02,
-    "crash": 0.003,
-    "blackout": 0.0003,
-    "stall": 0.001,
-    "partition": 0.001,
-    "leave": 0.0005,
-    "collector": 0.002,
+    "crash": 0.0007,
+    "blackout": 0.00006,
+    "stall": 0.0006,
+    "partition": 0.0006,
+    "leave": 0.0003,
+    "collector": 0.0002,
 }
 """The most that each happens, per operation."""
 STORE_FAULTS = ("delay", "lost", "errors", "twice", "lies", "partition")

@@ -22,10 +22,11 @@ Who is *expected* in round K follows from the log: the islands in seal K - 1, an
 that was waited for in vain is still looked for in the next `gone_after` rounds, but not waited for; after that it is
 gone, and takes a new number when it comes back. Being in a seal is the only sign of life.
 
-The clock counts inner steps and jumps forward in two cases, only. An island that reads the seal of a round that it has
+The clock counts inner steps and jumps forward in three cases, only. An island that reads the seal of a round that it has
 not even sent goes to where the log is. One that sees that others have sent a round, and would come too late with one
-more step, goes to the send of that round at once, with the steps that it has. With unlimited patience and a quorum of
-all islands neither can happen, and everything is as in a world of a fixed size.
+more step, goes to the send of that round at once, with the steps that it has. One that nobody waits for any more goes to
+the first round that nobody has sent, so that its payload is there when the others look: then it is back. With unlimited patience and a quorum of
+all islands none can happen, and everything is as in a world of a fixed size.
 
 A newcomer takes the newest snapshot, replays the seals after it, and only then takes a number: from its announcement on
 it can send. An island that was away until payloads were deleted does the same, but keeps what it has learned. The
@@ -60,6 +61,7 @@ from isles.elastic.objects import (
 from isles.elastic.requests import Answer, Kind, Operation, Requests, Then
 from isles.wire.world import MismatchError
 
+NOBODY = -1
 MOST_SEALS = 16
 """That a look asks for at once, while an island catches up."""
 
@@ -81,7 +83,7 @@ class Settings:
     timeout: float = 600.0
     """Seconds after which an operation that keeps failing, or a payload that stays missing, is an error."""
     rounds_ahead: int = 4
-    """Rounds whose payloads are read before the engine needs them: bounds memory."""
+    """Rounds whose payloads are read before the engine needs them, if not more are in flight: bounds memory."""
     max_payload_bytes: int = 1 << 36
 
 
@@ -131,7 +133,8 @@ class _Round:
     seen: dict[int, Contribution] = field(default_factory=dict)
     """Payloads that have been read, by island."""
     began: float = math.inf
-    """When another island's payload was first seen."""
+    """When others began to send it, or earlier: the last look that found nothing."""
+    absent_at: float = -math.inf
     sent: _Sent | None = None
     fetching: bool = False
 
@@ -164,7 +167,10 @@ class Member:
         self._rounds: dict[int, _Round] = {}
         self._left_at: dict[int, int] = {}
         """The first round without them, of islands that have left."""
-        self._look_at = math.inf
+        self._ahead = max(settings.rounds_ahead, numbering.most_in_flight + 1)
+        self._look_at, self._look_time = math.inf, -math.inf
+        self._looked_for: list[int] = []
+        """The rounds of the present look."""
         self._unanswered = 0
         """Answers that the present look still waits for."""
         self._found: dict[int, tuple[Seal, str]] = {}
@@ -216,7 +222,7 @@ class Member:
 
     def send(self, number: int, contribution: Contribution, body: Any, now: float) -> None:
         """The loop sends a round that it `wants`. The contribution's island is filled in here."""
-        self._round(number).sent = _Sent(contribution, body, now)
+        self._round(number).sent = _Sent(replace(contribution, island=NOBODY), body, now)
         self._upload(number, now)
 
     def wait(self, number: int, now: float) -> None:
@@ -317,7 +323,7 @@ class Member:
         self.number, self.log.known = island, max(self.log.known, island + 1)
         if not self.joined:
             self.joined, self.clock, self._loop_time = True, self._numbering.clock_after(self.log.tail), now
-        for number in self._rounds:
+        for number in [number for number in self._rounds if number > self.log.tail]:
             self._upload(number, now)
 
     # ---- sending
@@ -361,15 +367,25 @@ class Member:
         self._look_at = math.inf
         if self._unanswered:
             return
+        self._look_time = now
         following = self.log.tail + 1
         for number in range(following, following + self._stride):
             self._ask(now, seal_name(number), lambda answer, later, k=number: self._on_seal(k, answer))
         if self.number is None:
             return
         self._ask(now, island_name(self.log.known), self._on_announcement)
-        for number in range(following, following + self._settings.rounds_ahead):
-            if number == following or (number in self._rounds and self._rounds[number].sent):
-                self._look_for_payloads(number, now)
+        self._looked_for = self._begun_and_next()
+        for number in self._looked_for:
+            self._look_for_payloads(number, now)
+
+    def _begun_and_next(self) -> list[int]:
+        """The rounds that are not sealed and that somebody has sent, and the one after them."""
+        numbers = []
+        for number in range(self.log.tail + 1, self.log.tail + 1 + self._ahead):
+            numbers.append(number)
+            if self._round(number).sent is None and self._round(number).began == math.inf:
+                break
+        return numbers
 
     def _look_for_payloads(self, number: int, now: float) -> None:
         there = self._round(number).seen
@@ -399,7 +415,7 @@ class Member:
         if answer.status == "ok" and number > self.taken:
             found = self._round(number)
             found.seen[answer.value.island] = answer.value
-            found.began = min(found.began, now)
+            found.began = min(found.began, found.absent_at)
 
     def _looked(self, now: float) -> None:
         """All answers are here: go on with what was found, or look again later."""
@@ -409,6 +425,10 @@ class Member:
             self.log.append(*found[following])
             stride = min(MOST_SEALS, 2 * self._stride)
         self._stride = stride
+        for number in self._looked_for:
+            if number > self.taken and self._round(number).began == math.inf:
+                self._round(number).absent_at = self._look_time
+        self._looked_for = []
         self._fetch(now)
         if stride > 1 or newcomers:
             self._look(now)
@@ -419,8 +439,8 @@ class Member:
             self._look_at = now + self._settings.poll
 
     def _is_lost(self) -> bool:
-        """Whether this island needs a number: it has read the whole log, and nobody looks for it."""
-        return self.taken == self.log.tail and self.number not in self.log.wanted
+        """Whether this island needs a number: it is ready to send, and nobody looks for the one it has."""
+        return self.number not in self.log.wanted and (self.joined or self.taken == self.log.tail)
 
     # ---- sealing
 
@@ -468,12 +488,12 @@ class Member:
         return contribution in (found.seen.get(contribution.island), found.sent and found.sent.contribution)
 
     def _is_fetched(self, number: int) -> bool:
-        return number <= self.log.tail and all(self._has(number, each) for each in self.log[number].contributions)
+        return 0 < number <= self.log.tail and all(self._has(number, each) for each in self.log[number].contributions)
 
     def _fetch(self, now: float) -> None:
         """Gets the payloads of the next rounds that are sealed, so far as they have not been seen."""
         done = self.taken if self._loaded is None else self._loaded.round
-        for number in range(done + 1, min(self.log.tail, done + self._settings.rounds_ahead) + 1):
+        for number in range(done + 1, min(self.log.tail, done + self._ahead) + 1):
             found = self._round(number)
             if done < 0 or found.fetching:
                 continue
@@ -530,9 +550,16 @@ class Member:
     # ---- the clock
 
     def _jump(self, clock: int, step_seconds: float, now: float) -> int:
-        """Where the clock has to be: forward to where the log is, and to a round that would otherwise be missed."""
-        following = self.log.tail + 1
-        clock = max(clock, self._numbering.clock_after(self.log.tail))
-        send_clock, began = self._numbering.place(following).send_clock, self._round(following).began
-        too_late = now + step_seconds > began + self._settings.patience / 2
-        return max(clock, send_clock) if too_late else clock
+        """Where the clock has to be: forward to where the log is, and to rounds that would otherwise be missed.
+
+        Whoever has sent a round has applied all that come before it in the schedule. So a jump to a round that somebody
+        has sent waits for nothing. An island that nobody waits for must be early: it goes to a round that nobody has
+        sent yet.
+        """
+        clock, begun = max(clock, self._numbering.clock_after(self.log.tail)), self._begun_and_next()
+        for number in begun if self._settings.patience < math.inf else ():
+            if now + step_seconds > self._round(number).began + self._settings.patience / 2:
+                clock = max(clock, self._numbering.place(number).send_clock)
+        if self.number not in self.log.expected and not any(self._round(number).sent for number in begun):
+            clock = max(clock, self._numbering.place(begun[-1]).send_clock)
+        return clock

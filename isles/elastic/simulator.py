@@ -55,7 +55,7 @@ class Process:
         self.token, self.step_seconds, self.simulation = token, step_seconds, simulation
         self.alive, self.leaving = True, False
         self.asleep_until = self.cut_off_until = 0.0
-        self.joined_after = 0
+        self.joined_after = 1 << 60
         """The end of the log when it joined."""
         self.toy = Toy(simulation.numbering)
         start = State.initial(simulation.fragments).pack()
@@ -211,7 +211,7 @@ class Simulation:
         self.count: Counter[str] = Counter()
         self.fragments = draw.randint(1, 3)
         self.numbering = Numbering(_schedule(draw, self.fragments))
-        self.model, self.gone_after = f"{self.fragments} integers", draw.randint(2, 8)
+        self.model, self.gone_after = f"{self.fragments} integers", self.numbering.most_in_flight + draw.randint(2, 6)
         self._slowest = draw.choice((3.0, 10.0)) if "slow" in self.faults.kinds else 1.0
         self.settings = Settings(
             quorum=draw.randint(1, max(1, self.most_islands // 2)),
@@ -228,9 +228,11 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self.processes: list[Process] = []
+        """Those that are alive."""
         self._quiet_since: float | None = None
         self._quiet_after = self._progress_tail = 0
         self._progress_at = 0.0
+        self._hopeless = False
 
     # ---- time
 
@@ -246,7 +248,7 @@ class Simulation:
             if self._quiet_since is None and self._is_enough():
                 self._stop_faults()
         for process in self.processes:
-            if self._is_undisturbed(process):
+            if self._is_undisturbed(process) and process.member.joined:
                 self.checker.present(process.token, max(process.joined_after, self._quiet_after) + 2 * self.gone_after)
         self.count["seals"] += self.checker.tail
 
@@ -258,7 +260,7 @@ class Simulation:
             self._trace.append(f"{self.now:9.3f} {' '.join(map(str, what))}")
 
     def _is_enough(self) -> bool:
-        return self.checker.tail >= self._rounds * 3 // 5 or self.now > self._rounds * 10 * self._slowest
+        return self._hopeless or self.checker.tail >= self._rounds * 3 // 5 or self.now > self._rounds * 10 * self._slowest
 
     def _stop_faults(self) -> None:
         self.trace("faults stop")
@@ -276,12 +278,15 @@ class Simulation:
         if self._quiet_since is None:
             return False
         tail, last = self.checker.tail, self._rounds
+        if self._progress_tail < tail <= last:
+            self._progress_tail, self._progress_at = tail, self.now
+        too_long = self.now > self._progress_at + self._longest_wait
+        if tail < last and not too_long:
+            return False
         late = [each for each in self.processes if self._is_undisturbed(each) and each.member.taken < last]
         if tail >= last and not late:
             return True
-        if tail > self._progress_tail and tail <= last:
-            self._progress_tail, self._progress_at = tail, self.now
-        if self.now < self._progress_at + self._longest_wait:
+        if not too_long:
             return False
         if self._is_unrecoverable():
             self.count["unrecoverable"] += 1
@@ -310,10 +315,10 @@ class Simulation:
 
     def start(self) -> None:
         """A new process, unless there are enough."""
-        if sum(each.alive for each in self.processes) >= max(self.most_islands, self.settings.quorum):
+        if len(self.processes) >= max(self.most_islands, self.settings.quorum):
             return
         slow = self._slowest if self._random.random() < 0.3 else 1.0
-        process = Process(self, f"process-{len(self.processes)}", slow * (0.8 + 0.4 * self._random.random()))
+        process = Process(self, f"process-{self.count['processes']}", slow * (0.8 + 0.4 * self._random.random()))
         self.processes.append(process)
         self.count["processes"] += 1
         self.trace(process.token, "starts, seconds per step:", process.step_seconds)
@@ -333,8 +338,11 @@ class Simulation:
         self.ended(process)
 
     def ended(self, process: Process) -> None:
-        process.alive = False
-        self.at(self.now + 1 + 30 * self._random.random(), self.start)
+        if process.alive:
+            process.alive = False
+            self.processes.remove(process)
+            self.at(self.now + 1 + 30 * self._random.random(), self.start)
+            self._hopeless = self._is_unrecoverable()
 
     # ---- the store
 
@@ -372,14 +380,14 @@ class Simulation:
             self.trace(process.token, "leaves")
         if happens("blackout"):
             self.count["blackouts"] += 1
-            for each in self.processes:
-                if each.alive:
-                    self.crash(each)
+            for each in list(self.processes):
+                self.crash(each)
         if happens("collector"):
             last = self.checker.tail - self._random.randint(1, 6)
             for name in [name for name in self.store if name.startswith(ROUNDS) and (round_of(name) or 0) <= last]:
                 del self.store[name]
             self.count["early deletions"] += 1
+            self._hopeless = self._is_unrecoverable()
             self.trace("a stranger deletes payloads up to round", last)
 
     def _land(self, process: Process, operation: Operation, path: Path) -> None:
