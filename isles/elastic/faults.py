@@ -26,21 +26,11 @@ FAULTS = {
     "leave": "processes that leave",
     "collector": "a stranger who deletes payloads too early",
 }
-RATES = {
-    "delay": 0.05,
-    "lost": 0.02,
-    "errors": 0.05,
-    "twice": 0.03,
-    "lies": 0.02,
-    "crash": 0.0007,
-    "blackout": 0.00006,
-    "stall": 0.0006,
-    "partition": 0.0006,
-    "leave": 0.0003,
-    "collector": 0.0002,
-}
-"""The most that each happens, per operation."""
-STORE_FAULTS = ("delay", "lost", "errors", "twice", "lies", "partition")
+RATES = {"delay": 0.05, "lost": 0.02, "errors": 0.05, "twice": 0.03, "lies": 0.02}
+"""What a store does to requests: how often, at most, per request."""
+TIMES = {"crash": 12, "blackout": 2, "stall": 8, "partition": 8, "leave": 4, "collector": 2}
+"""What happens to processes between two requests: how many times, at most, per seed of 50 rounds."""
+RATE = 0.002
 REQUEST_TIMEOUT = 4.0
 
 
@@ -58,7 +48,7 @@ def parse_faults(text: str) -> tuple[str, ...]:
     return kinds
 
 
-@dataclass
+@dataclass(slots=True)
 class Path:
     """What happens to one request."""
 
@@ -79,41 +69,52 @@ class Path:
 class Faults:
     """Draws what happens, until `stop`."""
 
-    def __init__(self, rng: random.Random, allowed: Iterable[str]) -> None:
+    def __init__(self, rng: random.Random, allowed: Iterable[str], rounds: int) -> None:
         self._random = rng
         self.kinds = [kind for kind in allowed if rng.random() < 0.7]
-        self._rates = {kind: RATES[kind] * rng.random() for kind in self.kinds if kind in RATES}
+        self._requests = [(kind, RATES[kind] * rng.random()) for kind in self.kinds if kind in RATES]
+        self._processes = [(kind, RATE * rng.random()) for kind in self.kinds if kind in TIMES]
+        self._times = {kind: 1 + int(most * rng.random() * rounds / 50) for kind, most in TIMES.items()}
 
     def stop(self) -> None:
-        self._rates = {}
+        self._requests, self._processes = [], []
 
-    def happens(self, kind: str) -> bool:
-        """Whether this fault happens at this operation."""
-        rate = self._rates.get(kind)
-        return rate is not None and self._random.random() < rate
+    def disturbance(self) -> str | None:
+        """What happens to a process that is about to ask something of the store."""
+        kind = self._draw(self._processes)
+        if kind is not None:
+            self._times[kind] -= 1
+            self._processes = [each for each in self._processes if self._times[each[0]] > 0]
+        return kind
 
     def path(self, operation: Operation) -> Path:
         """The way of a request, and of its answer."""
         draw = self._random.random
         path = Path(0.01 + 0.05 * draw(), 0.01 + 0.05 * draw())
-        if not self._rates:
-            return path
-        if self.happens("delay"):
-            path.there += 6 * draw() ** 2
-        if self.happens("delay"):
-            path.back += 6 * draw() ** 2
-        if self.happens("lost"):
-            path.answered = False
-            path.arrives = draw() < 0.5
-        if self.happens("errors"):
+        kind = self._draw(self._requests)
+        if kind == "delay":
+            path.there, path.back = 6 * draw() ** 3, 6 * draw() ** 3
+        elif kind == "lost":
+            path.answered, path.arrives = False, draw() < 0.5
+        elif kind == "errors":
             refused = operation.kind == "create" and draw() < 0.5  # 409 or 412, with nothing written
             path.refusal = Answer("exists") if refused else Answer("again", "503")
-        if self.happens("lies") and operation.kind == "get":
+        elif kind == "lies" and operation.kind == "get":
             path.cut = draw() < 0.5
-            path.refusal = path.refusal if path.cut else Answer("missing")
-        if self.happens("twice") and operation.kind != "list":
+            path.refusal = None if path.cut else Answer("missing")
+        elif kind == "twice" and operation.kind != "list":
             path.again_after = 30 * draw()
         return path
+
+    def _draw(self, rates: list[tuple[str, float]]) -> str | None:
+        """At most one of them."""
+        if rates:
+            draw = self._random.random()
+            for kind, rate in rates:
+                draw -= rate
+                if draw < 0:
+                    return kind
+        return None
 
     def pause(self, patience: float) -> float:
         """How long a process sleeps, or does not reach the store."""

@@ -36,6 +36,7 @@ seals tell it which of its payloads were counted meanwhile.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,7 +78,8 @@ class Settings:
     snapshot_every: int = 32
     """Rounds between snapshots."""
     poll: float = 0.2
-    """Seconds between two looks for what is not there yet."""
+    """Seconds between two looks for what is not there yet. They grow to a quarter of the time since the last find."""
+    longest_poll: float = 3.0
     backoff: float = 0.2
     longest_backoff: float = 10.0
     timeout: float = 600.0
@@ -136,6 +138,8 @@ class _Round:
     """When others began to send it, or earlier: the last look that found nothing."""
     absent_at: float = -math.inf
     sent: _Sent | None = None
+    swept: bool = False
+    """Those who are looked for and not waited for have been asked for."""
     fetching: bool = False
 
 
@@ -168,7 +172,7 @@ class Member:
         self._left_at: dict[int, int] = {}
         """The first round without them, of islands that have left."""
         self._ahead = max(settings.rounds_ahead, numbering.most_in_flight + 1)
-        self._look_at, self._look_time = math.inf, -math.inf
+        self._look_at, self._look_time, self._found_time = math.inf, now, now
         self._looked_for: list[int] = []
         """The rounds of the present look."""
         self._unanswered = 0
@@ -375,8 +379,12 @@ class Member:
             return
         self._ask(now, island_name(self.log.known), self._on_announcement)
         self._looked_for = self._begun_and_next()
+        islands: Sequence[int] = self.log.expected
         for number in self._looked_for:
-            self._look_for_payloads(number, now)
+            self._look_for_payloads(number, islands, now)
+            islands = [island for island in islands if island in self._round(number).seen]  # who sends, sends in order
+        if self._waiting and now - self._found_time > 4 * self._settings.poll:
+            self._look_for_leavers(now)
 
     def _begun_and_next(self) -> list[int]:
         """The rounds that are not sealed and that somebody has sent, and the one after them."""
@@ -387,14 +395,17 @@ class Member:
                 break
         return numbers
 
-    def _look_for_payloads(self, number: int, now: float) -> None:
+    def _look_for_payloads(self, number: int, islands: Sequence[int], now: float) -> None:
         there = self._round(number).seen
-        for island in self.log.wanted:
-            if island in there or island == self.number:
-                continue
-            found: Then = lambda answer, later: self._on_payload(number, answer, later)
-            self._ask(now, payload_name(number, island), found, limit=self._settings.max_payload_bytes)
-            if self._waiting and island not in self._left_at and number == self.log.tail + 1:
+        for island in islands:
+            if island not in there and island != self.number:
+                found: Then = lambda answer, later: self._on_payload(number, answer, later)
+                self._ask(now, payload_name(number, island), found, limit=self._settings.max_payload_bytes)
+
+    def _look_for_leavers(self, now: float) -> None:
+        there = self._round(self.log.tail + 1).seen
+        for island in self.log.expected:
+            if island not in there and island != self.number and island not in self._left_at:
                 self._ask(now, left_name(island), lambda answer, later, n=island: self._on_leave(n, answer))
 
     def _on_seal(self, number: int, answer: Answer) -> None:
@@ -416,6 +427,7 @@ class Member:
             found = self._round(number)
             found.seen[answer.value.island] = answer.value
             found.began = min(found.began, found.absent_at)
+            self._found_time = now
 
     def _looked(self, now: float) -> None:
         """All answers are here: go on with what was found, or look again later."""
@@ -431,12 +443,14 @@ class Member:
         self._looked_for = []
         self._fetch(now)
         if stride > 1 or newcomers:
+            self._found_time = now
             self._look(now)
         elif self._is_lost():
             self.number = None
             self._claim(self.log.known, now)
         elif not self._seal(now):
-            self._look_at = now + self._settings.poll
+            idle = (now - self._found_time) / 4
+            self._look_at = now + min(max(idle, self._settings.poll), self._settings.longest_poll)
 
     def _is_lost(self) -> bool:
         """Whether this island needs a number: it is ready to send, and nobody looks for the one it has."""
@@ -456,6 +470,11 @@ class Member:
         missing = tuple(island for island in absent if self._left_at.get(island, math.inf) > number)
         if len(contributions) < self._settings.quorum or (missing and not self._is_overdue(number, found.sent, now)):
             return False
+        if not found.swept:
+            found.swept = True
+            self._look_for_payloads(number, self.log.wanted, now)
+            if self._unanswered:
+                return True
         place = self._numbering.place(number)
         where = (number, place.fragment, place.send_clock)
         seal = Seal(*where, contributions, missing, self.log.known, self.log.digest(number - 1))

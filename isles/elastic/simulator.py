@@ -81,9 +81,6 @@ class Process:
         if self.asleep_until > simulation.now:
             simulation.at(self.asleep_until, self.run, action, *arguments)
             return
-        if simulation.faults.happens("crash"):
-            simulation.crash(self)
-            return
         try:
             action(*arguments, simulation.now)
             if self._waits and not self.leaving:
@@ -205,7 +202,7 @@ class Simulation:
         trace: list[str] | None = None,
     ) -> None:
         self._random = draw = random.Random(f"isles {seed}")
-        self.faults = Faults(draw, faults)
+        self.faults = Faults(draw, faults, rounds)
         self.member, self._trace = member, trace
         self.most_islands, self._rounds = draw.randint(1, islands), rounds
         self.count: Counter[str] = Counter()
@@ -213,11 +210,13 @@ class Simulation:
         self.numbering = Numbering(_schedule(draw, self.fragments))
         self.model, self.gone_after = f"{self.fragments} integers", self.numbering.most_in_flight + draw.randint(2, 6)
         self._slowest = draw.choice((3.0, 10.0)) if "slow" in self.faults.kinds else 1.0
+        spacing = self.numbering.schedule.sync_every / self.fragments
         self.settings = Settings(
             quorum=draw.randint(1, max(1, self.most_islands // 2)),
-            patience=2.5 * self._slowest + 4 * draw.random() + 2,
+            patience=2.5 * self._slowest + 4 * draw.random() + 2 * spacing,
             snapshot_every=draw.randint(3, 12),
-            poll=0.5,
+            poll=spacing * (0.4 + 0.4 * draw.random()),
+            longest_poll=2 * spacing,
             backoff=0.2,
             longest_backoff=5.0,
             timeout=300.0,
@@ -245,8 +244,6 @@ class Simulation:
         while not self._is_over():
             self.now, _, action, arguments = heapq.heappop(self._events)
             action(*arguments)
-            if self._quiet_since is None and self._is_enough():
-                self._stop_faults()
         for process in self.processes:
             if self._is_undisturbed(process) and process.member.joined:
                 self.checker.present(process.token, max(process.joined_after, self._quiet_after) + 2 * self.gone_after)
@@ -259,8 +256,26 @@ class Simulation:
         if self._trace is not None:
             self._trace.append(f"{self.now:9.3f} {' '.join(map(str, what))}")
 
-    def _is_enough(self) -> bool:
-        return self._hopeless or self.checker.tail >= self._rounds * 3 // 5 or self.now > self._rounds * 10 * self._slowest
+    def _is_over(self) -> bool:
+        """All that are there have applied all rounds. If it takes too long once faults have stopped: no progress."""
+        tail, last = self.checker.tail, self._rounds
+        if self._progress_tail < tail <= last:
+            self._progress_tail, self._progress_at = tail, self.now
+        too_long = self.now > self._progress_at + self._longest_wait
+        if self._quiet_since is None:
+            if too_long or self._hopeless or tail >= last * 3 // 5:
+                self._stop_faults()
+            return False
+        if tail < last and not too_long:
+            return False
+        late = [each for each in self.processes if self._is_undisturbed(each) and each.member.taken < last]
+        if not too_long or (tail >= last and not late):
+            return not late
+        if self._is_unrecoverable():
+            self.count["unrecoverable"] += 1
+            return True
+        who = ", ".join(f"{each.token} {each.member.taken}" for each in late)
+        raise Violation(f"I4: no progress since {self._progress_at:.0f} s, at round {tail}; still behind: {who}")
 
     def _stop_faults(self) -> None:
         self.trace("faults stop")
@@ -271,28 +286,7 @@ class Simulation:
 
     def _is_undisturbed(self, process: Process) -> bool:
         disturbed_until = max(process.asleep_until, process.cut_off_until)
-        return process.alive and disturbed_until <= (self._quiet_since or 0.0)
-
-    def _is_over(self) -> bool:
-        """All that are there have applied all rounds. If it takes too long once faults have stopped: no progress."""
-        if self._quiet_since is None:
-            return False
-        tail, last = self.checker.tail, self._rounds
-        if self._progress_tail < tail <= last:
-            self._progress_tail, self._progress_at = tail, self.now
-        too_long = self.now > self._progress_at + self._longest_wait
-        if tail < last and not too_long:
-            return False
-        late = [each for each in self.processes if self._is_undisturbed(each) and each.member.taken < last]
-        if tail >= last and not late:
-            return True
-        if not too_long:
-            return False
-        if self._is_unrecoverable():
-            self.count["unrecoverable"] += 1
-            return True
-        who = ", ".join(f"{each.token} {each.member.taken}" for each in late)
-        raise Violation(f"I4: no progress since {self._progress_at:.0f} s, at round {tail}; still behind: {who}")
+        return disturbed_until <= (self.now if self._quiet_since is None else self._quiet_since)
 
     @functools.cached_property
     def _longest_wait(self) -> float:
@@ -304,12 +298,15 @@ class Simulation:
         return any(kind in self.faults.kinds for kind in kinds)
 
     def _is_unrecoverable(self) -> bool:
-        """Whether a stranger has deleted a payload that nobody has applied and no snapshot contains."""
+        """Whether a stranger has deleted a payload that no snapshot contains and that fewer than a quorum have applied."""
         newest = max([0, *(round_of(name) or 0 for name in self.store if name.endswith("manifest.json"))])
-        ahead = max([newest, *(each.member.taken for each in self.processes if each.alive)])
-        following = self.checker.seals[ahead + 1 : ahead + 2]
-        names = [payload_name(ahead + 1, island) for seal in following if seal for island in seal.islands]
-        return self._has("collector") and any(name not in self.store for name in names)
+        for number in range(newest + 1, self.checker.tail + 1):
+            seal = self.checker.seals[number]
+            assert seal is not None
+            if any(payload_name(number, island) not in self.store for island in seal.islands):
+                applied = [self._is_undisturbed(each) and each.member.taken >= number for each in self.processes]
+                return self._has("collector") and sum(applied) < self.settings.quorum
+        return False
 
     # ---- processes
 
@@ -323,11 +320,6 @@ class Simulation:
         self.count["processes"] += 1
         self.trace(process.token, "starts, seconds per step:", process.step_seconds)
         process.run(lambda now: None)
-
-    def crash(self, process: Process) -> None:
-        self.trace(process.token, "dies")
-        self.count["crashes"] += 1
-        self.ended(process)
 
     def failed(self, process: Process, error: Exception) -> None:
         """An island has raised an error: loud, and right only if something was wrong for long."""
@@ -362,33 +354,28 @@ class Simulation:
             self.at(self.now + REQUEST_TIMEOUT, process.run, *no_answer)
 
     def _disturb(self, process: Process) -> None:
-        happens, pause = self.faults.happens, self.faults.pause
-        if happens("crash"):
-            self.crash(process)
-        if happens("stall"):
-            process.asleep_until = self.now + pause(self.settings.patience)
-            self.count["stalls"] += 1
-            self.trace(process.token, "sleeps until", process.asleep_until)
-        if happens("partition"):
-            process.cut_off_until = self.now + pause(self.settings.patience)
-            self.count["partitions"] += 1
-            self.trace(process.token, "is cut off until", process.cut_off_until)
-        if happens("leave") and process.member.joined and not process.leaving:
+        kind = self.faults.disturbance()
+        if kind is None:
+            return
+        self.trace(process.token, kind)
+        self.count[kind] += 1
+        if kind == "crash":
+            self.ended(process)
+        elif kind == "blackout":
+            for each in list(self.processes):
+                self.ended(each)
+        elif kind == "stall":
+            process.asleep_until = self.now + self.faults.pause(self.settings.patience)
+        elif kind == "partition":
+            process.cut_off_until = self.now + self.faults.pause(self.settings.patience)
+        elif kind == "leave" and process.member.joined and not process.leaving:
             process.leaving = True
             process.member.leave(self.now)
-            self.count["leaves"] += 1
-            self.trace(process.token, "leaves")
-        if happens("blackout"):
-            self.count["blackouts"] += 1
-            for each in list(self.processes):
-                self.crash(each)
-        if happens("collector"):
+        elif kind == "collector":
             last = self.checker.tail - self._random.randint(1, 6)
             for name in [name for name in self.store if name.startswith(ROUNDS) and (round_of(name) or 0) <= last]:
                 del self.store[name]
-            self.count["early deletions"] += 1
             self._hopeless = self._is_unrecoverable()
-            self.trace("a stranger deletes payloads up to round", last)
 
     def _land(self, process: Process, operation: Operation, path: Path) -> None:
         answer = path.refusal or self.perform(operation)
