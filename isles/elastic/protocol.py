@@ -500,7 +500,9 @@ class Member:
     # ---- fetching and deciding
 
     def _round(self, number: int) -> _Round:
-        return self._rounds.setdefault(number, _Round())
+        if number not in self._rounds:
+            self._rounds[number] = _Round()
+        return self._rounds[number]
 
     def _has(self, number: int, contribution: Contribution) -> bool:
         found = self._round(number)

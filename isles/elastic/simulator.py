@@ -94,7 +94,7 @@ class Process:
             simulation.ended(self)
         if self.alive and self.member.wake_at < self.wake_at:
             self.wake_at = max(self.member.wake_at, simulation.now)
-            simulation.at(self.wake_at, self.run, self._wake)
+            simulation.at(self.wake_at, self._wake, self.wake_at)
 
     def answer(self, operation: Operation, answer: Answer, now: float) -> None:
         value = answer.value
@@ -109,9 +109,10 @@ class Process:
                 answer = Answer("ok", Blob(len(value), digest(value)))
         self.member.answer(operation, answer, now)
 
-    def _wake(self, now: float) -> None:
-        self.wake_at = math.inf
-        self.member.wake(now)
+    def _wake(self, time: float) -> None:
+        if time == self.wake_at:  # else there is an earlier one
+            self.wake_at = math.inf
+            self.run(self.member.wake)
 
     def resume(self, now: float) -> None:
         """The training loop goes on until it sleeps or waits."""
@@ -204,7 +205,7 @@ class Simulation:
         self._random = draw = random.Random(f"isles {seed}")
         self.faults = Faults(draw, faults, rounds)
         self.member, self._trace = member, trace
-        self.most_islands, self._rounds = draw.randint(1, islands), rounds
+        self.most_islands, self._rounds = 1 + int(islands * draw.random() ** 1.5), rounds
         self.count: Counter[str] = Counter()
         self.fragments = draw.randint(1, 3)
         self.numbering = Numbering(_schedule(draw, self.fragments))
@@ -229,8 +230,7 @@ class Simulation:
         self.processes: list[Process] = []
         """Those that are alive."""
         self._quiet_since: float | None = None
-        self._quiet_after = self._progress_tail = 0
-        self._progress_at = 0.0
+        self._quiet_after = 0
         self._hopeless = False
 
     # ---- time
@@ -241,13 +241,34 @@ class Simulation:
         for index in range(self.most_islands):
             late = index > 0 and self._random.random() < 0.4
             self.at(self._random.random() * (3 * self._rounds if late else 3), self.start)
-        while not self._is_over():
+        self._run_until(lambda: self.checker.tail >= self._rounds * 3 // 5 or self._hopeless)
+        self._stop_faults()
+        done = self._run_until(lambda: self.checker.tail >= self._rounds and not self._late())
+        self.count["seals"] += self.checker.tail
+        if not done and self._is_hopeless():
+            self.count["unrecoverable"] += 1
+        elif not done:
+            behind = {each.token: each.member.taken for each in self._late()}
+            raise Violation(f"I4: no progress after round {self.checker.tail}, at {self.now:.0f} s; behind are {behind}")
+        for process in self.processes if done else ():
+            if self._is_undisturbed(process) and process.member.joined:
+                after = max(process.joined_after, self._quiet_after) + 2 * self.gone_after
+                self.checker.present(process.token, after)
+
+    def _run_until(self, done: Callable[[], bool]) -> bool:
+        """Whether it got there; if not, nothing has been sealed for a long time."""
+        tail, deadline = -1, math.inf
+        while not done():
+            if tail < self.checker.tail <= self._rounds:
+                tail, deadline = self.checker.tail, self.now + self._longest_wait
+            if self.now > deadline or self._hopeless:
+                return False
             self.now, _, action, arguments = heapq.heappop(self._events)
             action(*arguments)
-        for process in self.processes:
-            if self._is_undisturbed(process) and process.member.joined:
-                self.checker.present(process.token, max(process.joined_after, self._quiet_after) + 2 * self.gone_after)
-        self.count["seals"] += self.checker.tail
+        return True
+
+    def _late(self) -> list[Process]:
+        return [each for each in self.processes if self._is_undisturbed(each) and each.member.taken < self._rounds]
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (time, next(self._order), action, arguments))
@@ -256,31 +277,10 @@ class Simulation:
         if self._trace is not None:
             self._trace.append(f"{self.now:9.3f} {' '.join(map(str, what))}")
 
-    def _is_over(self) -> bool:
-        """All that are there have applied all rounds. If it takes too long once faults have stopped: no progress."""
-        tail, last = self.checker.tail, self._rounds
-        if self._progress_tail < tail <= last:
-            self._progress_tail, self._progress_at = tail, self.now
-        too_long = self.now > self._progress_at + self._longest_wait
-        if self._quiet_since is None:
-            if too_long or self._hopeless or tail >= last * 3 // 5:
-                self._stop_faults()
-            return False
-        if tail < last and not too_long:
-            return False
-        late = [each for each in self.processes if self._is_undisturbed(each) and each.member.taken < last]
-        if not too_long or (tail >= last and not late):
-            return not late
-        if self._is_unrecoverable():
-            self.count["unrecoverable"] += 1
-            return True
-        who = ", ".join(f"{each.token} {each.member.taken}" for each in late)
-        raise Violation(f"I4: no progress since {self._progress_at:.0f} s, at round {tail}; still behind: {who}")
-
     def _stop_faults(self) -> None:
         self.trace("faults stop")
         self.faults.stop()
-        self._quiet_since, self._quiet_after, self._progress_at = self.now, self.checker.tail, self.now
+        self._quiet_since, self._quiet_after = self.now, self.checker.tail
         for _ in range(self.settings.quorum - sum(self._is_undisturbed(each) for each in self.processes)):
             self.start()
 
@@ -297,7 +297,7 @@ class Simulation:
     def _has(self, *kinds: str) -> bool:
         return any(kind in self.faults.kinds for kind in kinds)
 
-    def _is_unrecoverable(self) -> bool:
+    def _is_hopeless(self) -> bool:
         """Whether a stranger has deleted a payload that no snapshot contains and that fewer than a quorum have applied."""
         newest = max([0, *(round_of(name) or 0 for name in self.store if name.endswith("manifest.json"))])
         for number in range(newest + 1, self.checker.tail + 1):
@@ -334,7 +334,7 @@ class Simulation:
             process.alive = False
             self.processes.remove(process)
             self.at(self.now + 1 + 30 * self._random.random(), self.start)
-            self._hopeless = self._is_unrecoverable()
+            self._hopeless = self._is_hopeless()
 
     # ---- the store
 
@@ -375,7 +375,7 @@ class Simulation:
             last = self.checker.tail - self._random.randint(1, 6)
             for name in [name for name in self.store if name.startswith(ROUNDS) and (round_of(name) or 0) <= last]:
                 del self.store[name]
-            self._hopeless = self._is_unrecoverable()
+            self._hopeless = self._is_hopeless()
 
     def _land(self, process: Process, operation: Operation, path: Path) -> None:
         answer = path.refusal or self.perform(operation)
