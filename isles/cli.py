@@ -1,8 +1,8 @@
 """The command line. Every command lives beside what it does and is loaded only when it is called.
 
 A command is a module with two functions: `configure(parser)` adds its flags, `run(args)` does the work and returns what
-`--json` prints, a dict. A user's mistake is a `ValueError` (or `OSError`) with one clear sentence: it is printed
-without a traceback, and the exit code is 2.
+`--json` prints, a dict; a third one, `exit_code(result)`, if that may mean failure. A user's mistake is a `ValueError`
+(or `OSError`) with one clear sentence: it is printed without a traceback, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("isles.train.command", "train a language model on islands, here or as one of many under torchrun"),
     "plan": ("isles.plan.command", "what bandwidth do I need, what will I get"),
     "lab": ("isles.lab.command", "train over real, slow links: one network namespace per island, on this machine"),
+    "simulate": ("isles.elastic.command", "islands that come and go: try their protocol against faults, by seeds"),
     "report": ("isles.view.report", "compare runs in one self-contained HTML page"),
     "export": ("isles.train.export", "write the global model of a run as safetensors"),
     "sample": ("isles.train.sample_command", "let the global model of a run generate text"),
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if args.json and result is not None:  # under torchrun rank 0 speaks for all
         print(json.dumps(result))
-    return 0
+    return module.exit_code(result) if hasattr(module, "exit_code") else 0
 
 
 if __name__ == "__main__":

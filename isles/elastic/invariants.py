@@ -1,15 +1,9 @@
-"""What must hold, checked after every operation on the store and after everything an island does.
+"""What must hold, checked after every operation on the store and after everything that an island does.
 
-I1  One seal per round, never changed or deleted, in order, each with the digest of the one before it.
-I2  Whoever has applied round K has the anchors and velocities that the log up to K gives, to the last bit. The checker
-    computes them itself, from the payloads that lie in the store when a seal is written.
-I3  What an island has learned is what seals have counted of it, and what is in its anchor - theta: exactly, at any
-    time, whoever died, slept or came back. The same for its steps.
-I4  An island is waited for in vain once, not in every round. Once faults stop, rounds are sealed, and every island that
-    is there takes part in them.
-I5  Nothing that a newcomer needs is deleted: the last two snapshots, and all payloads after the earlier one.
-I6  A name has one content. What a store does to requests changes timing only (I1, I2, I3 with faults of the store).
-I7  Islands raise no error in a run in which nothing is wrong but timing; what was cut short is never used (I2).
+The checker sees the whole store and all islands. It computes the truth by itself, from the payloads that have been
+written and the seals that list them, and compares. I6 and I7 have no code of their own: with faults of the store
+allowed, I1 to I5 say that these change timing and never values, and an error that an island raises although nothing is
+wrong but timing is a violation (`Simulation.failed`).
 """
 
 from __future__ import annotations
@@ -35,6 +29,16 @@ from isles.elastic.objects import (
     seal_name,
 )
 from isles.elastic.toy import State, Toy, Weighted, read_payload
+
+INVARIANTS = {
+    "I1": "one seal per round, never changed, in order, each with the digest of the one before it",
+    "I2": "whoever has applied a round has the anchors and velocities that the log gives, to the last bit",
+    "I3": "what was learned is what was counted, once, and what anchor - theta still holds; steps likewise",
+    "I4": "nobody is waited for twice; without faults rounds go on, and every island is in half of them or more",
+    "I5": "the last two snapshots, and all payloads after the earlier one, are there for whoever starts",
+    "I6": "a name has one content; whatever the store does to requests changes timing only",
+    "I7": "what is damaged is never used; no error without a reason",
+}
 
 
 class Violation(AssertionError):

@@ -22,11 +22,11 @@ Who is *expected* in round K follows from the log: the islands in seal K - 1, an
 that was waited for in vain is still looked for in the next `gone_after` rounds, but not waited for; after that it is
 gone, and takes a new number when it comes back. Being in a seal is the only sign of life.
 
-The clock counts inner steps and jumps forward in three cases, only. An island that reads the seal of a round that it has
+The clock counts inner steps. It jumps forward in three cases only. An island that reads the seal of a round that it has
 not even sent goes to where the log is. One that sees that others have sent a round, and would come too late with one
-more step, goes to the send of that round at once, with the steps that it has. One that nobody waits for any more goes to
-the first round that nobody has sent, so that its payload is there when the others look: then it is back. With unlimited patience and a quorum of
-all islands none can happen, and everything is as in a world of a fixed size.
+more step, goes to the send of that round at once, with the steps that it has. One that nobody waits for any more goes
+to the first round that nobody has sent, so that its payload is there when the others look: then it is back. With
+unlimited patience and a quorum of all islands none of this happens, and all is as in a world of a fixed size.
 
 A newcomer takes the newest snapshot, replays the seals after it, and only then takes a number: from its announcement on
 it can send. An island that was away until payloads were deleted does the same, but keeps what it has learned. The
@@ -38,6 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from isles.elastic import snapshots
@@ -339,13 +340,14 @@ class Member:
             return
         sent.contribution = replace(sent.contribution, island=self.number)
 
-        def stored(contribution: Contribution, later: float) -> None:
-            if contribution is sent.contribution:
-                sent.stored = True
-                self._look_soon(later)
+        self._requests.start(
+            now, "put", payload_name(number, self.number), partial(self._on_stored, sent, self.number), sent.body
+        )
 
-        then: Then = lambda answer, later, mine=sent.contribution: stored(mine, later)
-        self._requests.start(now, "put", payload_name(number, self.number), then, sent.body)
+    def _on_stored(self, sent: _Sent, island: int, answer: Answer, now: float) -> None:
+        if island == self.number:  # else it has a new number, and the payload is on its way once more
+            sent.stored = True
+            self._look_soon(now)
 
     # ---- looking
 
@@ -374,7 +376,7 @@ class Member:
         self._look_time = now
         following = self.log.tail + 1
         for number in range(following, following + self._stride):
-            self._ask(now, seal_name(number), lambda answer, later, k=number: self._on_seal(k, answer))
+            self._ask(now, seal_name(number), partial(self._on_seal, number))
         if self.number is None:
             return
         self._ask(now, island_name(self.log.known), self._on_announcement)
@@ -399,16 +401,16 @@ class Member:
         there = self._round(number).seen
         for island in islands:
             if island not in there and island != self.number:
-                found: Then = lambda answer, later: self._on_payload(number, answer, later)
-                self._ask(now, payload_name(number, island), found, limit=self._settings.max_payload_bytes)
+                then, limit = partial(self._on_payload, number), self._settings.max_payload_bytes
+                self._ask(now, payload_name(number, island), then, limit=limit)
 
     def _look_for_leavers(self, now: float) -> None:
         there = self._round(self.log.tail + 1).seen
         for island in self.log.expected:
             if island not in there and island != self.number and island not in self._left_at:
-                self._ask(now, left_name(island), lambda answer, later, n=island: self._on_leave(n, answer))
+                self._ask(now, left_name(island), partial(self._on_leave, island))
 
-    def _on_seal(self, number: int, answer: Answer) -> None:
+    def _on_seal(self, number: int, answer: Answer, now: float) -> None:
         if answer.status == "ok":
             self._found[number] = Seal.parse(answer.value, seal_name(number)), digest(answer.value)
 
@@ -417,7 +419,7 @@ class Member:
             self.log.known += 1
             self._newcomers = True
 
-    def _on_leave(self, island: int, answer: Answer) -> None:
+    def _on_leave(self, island: int, answer: Answer, now: float) -> None:
         if answer.status == "ok":
             self._left_at[island] = Announcement.parse(answer.value, left_name(island)).round
 
@@ -484,7 +486,7 @@ class Member:
             if answer.status == "ok":
                 self._found[number] = seal, digest(data)
             else:
-                self._ask(later, seal_name(number), lambda answer, later: self._on_seal(number, answer))
+                self._ask(later, seal_name(number), partial(self._on_seal, number))
 
         self._create_seal(number, data, created, now)
         return True
@@ -521,7 +523,7 @@ class Member:
             found.fetching = True
             for listed in self.log[number].contributions:
                 if not self._has(number, listed):
-                    then: Then = lambda answer, later, k=number, each=listed: self._on_fetched(k, each, answer, later)
+                    then = partial(self._on_fetched, number, listed)
                     self._requests.start(now, "get", payload_name(number, listed.island), then, limit=listed.num_bytes)
 
     def _on_fetched(self, number: int, listed: Contribution, answer: Answer, now: float) -> str | None:

@@ -54,7 +54,7 @@ class Operation:
 
 
 Then = Callable[[Answer, float], str | None]
-"""Called with the answer and the time. Returns None, or why the answer is of no use: then the operation starts again."""
+"""Called with the answer and the time. Returns None, or why the answer is of no use: the operation starts again."""
 
 
 @dataclass

@@ -1,11 +1,13 @@
 """Many islands, a store and a clock in one process; one seed decides everything that happens.
 
-A simulated island is the real protocol (`isles.elastic.protocol`) around a toy model with exact arithmetic. Its training
-loop is a generator that sleeps for a step or waits for a decision. Requests to the store take time, and `Faults` decides
-what becomes of each. All events are in one queue, ordered by time, so a seed that fails fails again in the same way.
+A simulated island is the real protocol (`isles.elastic.protocol`) around a toy model with exact arithmetic. Its
+training loop is a generator that sleeps for a step or waits for a decision. Requests to the store take time, and
+`Faults` decides what becomes of each. All events are in one queue, ordered by time: a seed that fails fails again in
+the same way.
 
 A simulation has two parts. First everything that the seed draws may go wrong. After three fifths of the rounds faults
-stop: those who sleep wake up, and at least a quorum is started. From then on rounds must be sealed, with everybody in.
+stop: those who sleep wake up in their time, and at least a quorum is started. From then on rounds must be sealed, with
+everybody in.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from isles.elastic.objects import (
     Part,
     Run,
     digest,
-    manifest_name,
     open_payload,
     part_name,
     payload_name,
@@ -225,7 +226,7 @@ class Simulation:
         self.store: dict[str, bytes] = {}
         self.checker = Checker(self.numbering)
         self.now = 0.0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self.processes: list[Process] = []
         """Those that are alive."""
@@ -249,7 +250,9 @@ class Simulation:
             self.count["unrecoverable"] += 1
         elif not done:
             behind = {each.token: each.member.taken for each in self._late()}
-            raise Violation(f"I4: no progress after round {self.checker.tail}, at {self.now:.0f} s; behind are {behind}")
+            raise Violation(
+                f"I4: no progress after round {self.checker.tail}, at {self.now:.0f} s; behind are {behind}"
+            )
         for process in self.processes if done else ():
             if self._is_undisturbed(process) and process.member.joined:
                 after = max(process.joined_after, self._quiet_after) + 2 * self.gone_after
@@ -270,7 +273,7 @@ class Simulation:
     def _late(self) -> list[Process]:
         return [each for each in self.processes if self._is_undisturbed(each) and each.member.taken < self._rounds]
 
-    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+    def at(self, time: float, action: Callable[..., object], *arguments: Any) -> None:
         heapq.heappush(self._events, (time, next(self._order), action, arguments))
 
     def trace(self, *what: object) -> None:
@@ -282,7 +285,7 @@ class Simulation:
         self.faults.stop()
         self._quiet_since, self._quiet_after = self.now, self.checker.tail
         for _ in range(self.settings.quorum - sum(self._is_undisturbed(each) for each in self.processes)):
-            self.start()
+            self.start(needed=True)
 
     def _is_undisturbed(self, process: Process) -> bool:
         disturbed_until = max(process.asleep_until, process.cut_off_until)
@@ -298,7 +301,7 @@ class Simulation:
         return any(kind in self.faults.kinds for kind in kinds)
 
     def _is_hopeless(self) -> bool:
-        """Whether a stranger has deleted a payload that no snapshot contains and that fewer than a quorum have applied."""
+        """Whether a stranger has deleted a payload that no snapshot has, and fewer than a quorum have applied."""
         newest = max([0, *(round_of(name) or 0 for name in self.store if name.endswith("manifest.json"))])
         for number in range(newest + 1, self.checker.tail + 1):
             seal = self.checker.seals[number]
@@ -310,9 +313,9 @@ class Simulation:
 
     # ---- processes
 
-    def start(self) -> None:
-        """A new process, unless there are enough."""
-        if len(self.processes) >= max(self.most_islands, self.settings.quorum):
+    def start(self, *, needed: bool = False) -> None:
+        """A new process, unless there are enough, be they asleep."""
+        if len(self.processes) >= self.most_islands and not needed:
             return
         slow = self._slowest if self._random.random() < 0.3 else 1.0
         process = Process(self, f"process-{self.count['processes']}", slow * (0.8 + 0.4 * self._random.random()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from isles.elastic.objects import ROUNDS, SNAPSHOTS, Manifest, Part, manifest_name, round_of
@@ -26,13 +27,13 @@ def put_all(requests: Requests, parts: Mapping[str, Any], now: float, then: Call
     waiting = set(parts)
     assert waiting
 
-    def stored(name: str, later: float) -> None:
+    def stored(name: str, answer: Answer, later: float) -> None:
         waiting.discard(name)
         if not waiting:
             then(later)
 
     for name, body in parts.items():
-        requests.start(now, "put", name, lambda _, later, name=name: stored(name, later), body)
+        requests.start(now, "put", name, partial(stored, name), body)
 
 
 def save(requests: Requests, manifest: Manifest, parts: Mapping[str, Any], now: float) -> None:
@@ -90,7 +91,7 @@ class Search:
         elif newest == 0:
             self._get_parts(self.start, now)
         else:
-            self.requests.start(now, "get", manifest_name(newest), lambda *it: self._on_manifest(newest, *it))
+            self.requests.start(now, "get", manifest_name(newest), partial(self._on_manifest, newest))
         return None
 
     def _on_manifest(self, number: int, answer: Answer, now: float) -> None:
@@ -105,8 +106,7 @@ class Search:
     def _get_parts(self, manifest: Manifest, now: float) -> None:
         self._waiting = {part.name: part for part in manifest.parts}
         for part in manifest.parts:
-            got = lambda answer, later, part=part: self._on_part(manifest, part, answer, later)
-            self.requests.start(now, "get", part.name, got, limit=part.num_bytes)
+            self.requests.start(now, "get", part.name, partial(self._on_part, manifest, part), limit=part.num_bytes)
 
     def _on_part(self, manifest: Manifest, part: Part, answer: Answer, now: float) -> str | None:
         if self._waiting.get(part.name) is not part:
