@@ -1,12 +1,17 @@
 """Islands that come and go, joined by an object store alone.
 
     numbering    the rounds of all fragments as one sequence 1, 2, 3 ...
-    objects      what is in the store: names, contents, digests, strict parsing
+    objects      what is in the store: names, contents, digests, strict reading
     requests     store operations in flight: retries with back-off, no threads
+    log          the seals that an island has read, and whom they name
+    snapshots    writing, finding and loading them; what may be deleted
+    decisions    what the protocol tells the engine
     protocol     one island: a state machine over store answers, the clock of its training loop, and time
-    faults       what can go wrong in the simulator, drawn from one seed
-    simulator    many islands, a store and a clock in one process
+
+    toy          a model with exact arithmetic
+    faults       what can go wrong, drawn from one seed
     invariants   what must hold after every operation
+    simulator    many islands, a store and a clock in one process
     command      `isles simulate`
 
 Read them in this order. Nothing here knows a real store or a real clock: threads and a store client around `protocol`

@@ -42,9 +42,11 @@ from functools import partial
 from typing import Any
 
 from isles.elastic import snapshots
+from isles.elastic.decisions import Apply, Decision, Load, Settings
 from isles.elastic.log import Log
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import (
+    MAX_DOCUMENT_BYTES,
     RUN,
     Announcement,
     Blob,
@@ -66,57 +68,6 @@ from isles.wire.world import MismatchError
 NOBODY = -1
 MOST_SEALS = 16
 """That a look asks for at once, while an island catches up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How an island behaves. Islands of one run may differ in all of these."""
-
-    quorum: int = 1
-    """The least number of payloads in a seal."""
-    patience: float = math.inf
-    """Seconds after its own send for which an island waits for others."""
-    snapshot_every: int = 32
-    """Rounds between snapshots."""
-    poll: float = 0.2
-    """Seconds between two looks for what is not there yet. They grow to a quarter of the time since the last find."""
-    longest_poll: float = 3.0
-    backoff: float = 0.2
-    longest_backoff: float = 10.0
-    timeout: float = 600.0
-    """Seconds after which an operation that keeps failing, or a payload that stays missing, is an error."""
-    rounds_ahead: int = 4
-    """Rounds whose payloads are read before the engine needs them, if not more are in flight: bounds memory."""
-    max_payload_bytes: int = 1 << 36
-
-
-@dataclass(frozen=True)
-class Apply:
-    """Decision: round `number` is the mean of these contributions, in this order."""
-
-    number: int
-    contributions: tuple[Contribution, ...]
-    seal: str
-    """Digest of the seal."""
-    included: bool
-    """This island is one of them. If not, it moves along, and what it sent is still its own."""
-    save: bool
-    """It is this island's turn to write a snapshot of the state after this round: call `save` with it."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """Decision: take anchors and velocities from this snapshot.
-
-    An island that has been training moves along, theta + (anchor_new - anchor_old), as for any round it was not in.
-    """
-
-    manifest: Manifest
-    counted: tuple[int, ...]
-    """Of the rounds that it skips, those that include this island."""
-
-
-Decision = Apply | Load
 
 
 @dataclass
@@ -338,11 +289,9 @@ class Member:
         sent = self._round(number).sent
         if sent is None or self.number is None or self.number not in self.log.wanted:
             return
-        sent.contribution = replace(sent.contribution, island=self.number)
-
-        self._requests.start(
-            now, "put", payload_name(number, self.number), partial(self._on_stored, sent, self.number), sent.body
-        )
+        sent.contribution, sent.stored = replace(sent.contribution, island=self.number), False
+        then = partial(self._on_stored, sent, self.number)
+        self._requests.start(now, "put", payload_name(number, self.number), then, sent.body)
 
     def _on_stored(self, sent: _Sent, island: int, answer: Answer, now: float) -> None:
         if island == self.number:  # else it has a new number, and the payload is on its way once more
@@ -354,7 +303,9 @@ class Member:
     def _look_soon(self, now: float) -> None:
         self._look_at = min(self._look_at, now)
 
-    def _ask(self, now: float, name: str, then: Then, kind: Kind = "get", body: Any = None, limit: int = 0) -> None:
+    def _ask(
+        self, now: float, name: str, then: Then, kind: Kind = "get", body: Any = None, limit: int = MAX_DOCUMENT_BYTES
+    ) -> None:
         """Starts an operation as a part of the present look, which is over when all of them have ended."""
         self._unanswered += 1
 
@@ -366,7 +317,7 @@ class Member:
                     self._looked(later)
             return useless
 
-        self._requests.start(now, kind, name, answered, body, **({"limit": limit} if limit else {}))
+        self._requests.start(now, kind, name, answered, body, limit)
 
     def _look(self, now: float) -> None:
         """Asks for all that could be there."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from isles.core.schedule import Schedule
+from isles.elastic.decisions import Apply, Decision, Settings
 from isles.elastic.faults import REQUEST_TIMEOUT, Faults, Path
 from isles.elastic.invariants import Checker, Violation
 from isles.elastic.numbering import Numbering
@@ -40,7 +41,7 @@ from isles.elastic.objects import (
     payload_name,
     round_of,
 )
-from isles.elastic.protocol import Apply, Decision, Member, Settings
+from isles.elastic.protocol import Member
 from isles.elastic.requests import Answer, Operation
 from isles.elastic.toy import State, Toy, read_payload
 from isles.wire.world import LostPeerError, MismatchError
