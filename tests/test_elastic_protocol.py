@@ -1,0 +1,260 @@
+"""One island's state machine, on a store that answers at once, or with what a test puts in its mouth."""
+
+import zlib
+
+import pytest
+
+from isles import LostPeerError, MismatchError
+from isles.core.schedule import Schedule
+from isles.elastic.decisions import Apply, Load, Settings
+from isles.elastic.numbering import Numbering
+from isles.elastic.objects import (
+    Announcement,
+    Blob,
+    DamagedError,
+    Manifest,
+    Part,
+    Run,
+    Seal,
+    digest,
+    island_name,
+    open_payload,
+    pack_payload,
+    part_name,
+    payload_name,
+    seal_name,
+)
+from isles.elastic.protocol import Member
+from isles.elastic.requests import Answer
+from isles.wire.message import Header
+
+PATIENCE, GONE_AFTER = 10.0, 3
+
+
+class Driver:
+    """An island without an engine: sends a round at every second step and applies it at once."""
+
+    def __init__(self, store, token, method="toy", **settings):
+        self.store, self.now, self.answers, self.decisions, self.clock = store, 0.0, {}, [], 0
+        start = b"start"
+        part = Part(part_name(0, "state", digest(start)), len(start), digest(start))
+        own = Run(token, method, "model", GONE_AFTER, Manifest(0, "", (part,)))
+        numbering = Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0))
+        options = Settings(**{"patience": PATIENCE, "timeout": 60.0, "snapshot_every": 2, **settings})
+        self.member = Member(own, {part.name: start}, numbering, options, token, self.now)
+
+    def run(self, seconds=1.0):
+        end = self.now + seconds
+        while True:
+            operations = self.member.operations()
+            for operation in operations:
+                self.member.answer(operation, self.perform(operation), self.now)
+            taken = self.member.take(self.member.log.tail, self.now)
+            self.decisions += taken
+            if operations or taken:
+                continue
+            if self.member.wake_at > end:
+                break
+            self.now = max(self.now, self.member.wake_at)
+            self.member.wake(self.now)
+        self.now = end
+        return self
+
+    def perform(self, operation):
+        kind, name, store = operation.kind, operation.name, self.store
+        if self.answers.get((kind, name)):
+            answer, written = self.answers[kind, name].pop(0)
+            if written:
+                store[name] = operation.body
+            return answer
+        if kind in ("put", "create"):
+            if kind == "create" and name in store:
+                return Answer("exists")
+            store[name] = operation.body
+            return Answer("ok")
+        if kind == "delete":
+            store.pop(name, None)
+            return Answer("ok")
+        if kind == "list":
+            return Answer("ok", [each for each in store if each.startswith(name)])
+        if name not in store:
+            return Answer("missing")
+        if name.startswith("rounds/"):
+            try:
+                return Answer("ok", open_payload(name, store[name])[0])
+            except DamagedError:
+                return Answer("damaged")
+        large = name.startswith("snapshots/") and not name.endswith(".json")
+        return Answer("ok", Blob(len(store[name]), digest(store[name])) if large else store[name])
+
+    def send(self, number):
+        """Takes the steps up to a round, and sends it."""
+        self.clock = self.member.reach(2 * number, self.now)
+        data = payload(b"%d of %d" % (number, self.member.number))
+        self.member.send(number, open_payload(payload_name(number, 0), data)[0], data, self.now)
+        self.member.wait(number, self.now)
+        return self.run()
+
+    def seal(self, number):
+        return Seal.parse(self.store[seal_name(number)], seal_name(number))
+
+
+def payload(body):
+    return pack_payload(Header("store", "toy", 0, 1, 1, len(body), 2.0, 2, zlib.crc32(body)), body)
+
+
+def islands(count, store=None, **settings):
+    store = {} if store is None else store
+    return [Driver(store, f"token-{index}", **settings).run() for index in range(count)]
+
+
+def test_the_first_island_makes_the_run_and_the_next_one_joins_it():
+    first, second = islands(2)
+    assert (first.member.number, second.member.number) == (0, 1)
+    assert Run.parse(first.store["run.json"]).run == "token-0"
+    for each in (first, second):
+        assert [type(decision) for decision in each.decisions] == [Load]
+
+
+def test_all_are_there_so_it_is_sealed_at_once_and_everybody_applies_it():
+    first, second = islands(2)
+    first.send(1)
+    assert seal_name(1) not in first.store  # the other one has joined, and is waited for
+    second.send(1)
+    first.run()
+    assert first.now < PATIENCE
+    assert (first.seal(1).islands, first.seal(1).missing) == ((0, 1), ())
+    for each in (first, second):
+        assert isinstance(each.decisions[-1], Apply)
+        assert each.decisions[-1].included
+    assert first.decisions[-1].contributions == second.decisions[-1].contributions
+
+
+def test_who_is_missing_costs_one_patience_and_is_not_waited_for_again():
+    first, _ = islands(2)
+    first.send(1).run(PATIENCE)
+    assert (first.seal(1).islands, first.seal(1).missing) == ((0,), (1,))
+    before = first.now
+    first.send(2)
+    assert first.seal(2).islands == (0,)
+    assert first.seal(2).missing == ()
+    assert first.now - before <= 1.0
+
+
+def test_who_comes_back_is_looked_for_and_then_waited_for():
+    first, second = islands(2)
+    first.send(1).run(PATIENCE)
+    second.now = first.now
+    second.run()
+    assert [each.included for each in second.decisions[1:]] == [False]
+    second.send(2)
+    first.send(2)
+    assert first.seal(2).islands == (0, 1)
+    first.send(3)
+    assert seal_name(3) not in first.store
+
+
+def test_who_was_away_for_long_takes_a_new_number():
+    first, second = islands(2)
+    for number in range(1, GONE_AFTER + 3):
+        first.send(number).run(PATIENCE if number == 1 else 0)
+    second.now = first.now
+    second.run(30.0)
+    assert second.member.number == 2
+    second.send(GONE_AFTER + 3)
+    first.send(GONE_AFTER + 3)
+    assert first.seal(GONE_AFTER + 3).islands == (0, 2)
+
+
+def test_a_quorum_is_needed_however_long_it_takes():
+    first, second = islands(2, quorum=2)
+    first.send(1).run(5 * PATIENCE)
+    assert seal_name(1) not in first.store
+    second.now = first.now
+    second.send(1)
+    assert first.seal(1).islands == (0, 1)
+
+
+def test_who_leaves_is_not_waited_for():
+    first, second = islands(2)
+    second.member.leave(second.now)
+    second.run()
+    assert second.member.left
+    first.send(1)
+    first.run(2.0)
+    assert (first.seal(1).islands, first.seal(1).missing) == ((0,), ())
+
+
+def test_all_are_dead_and_the_next_one_goes_on():
+    (first,) = islands(1)
+    for number in (1, 2, 3):
+        first.send(number)
+    heir = Driver(first.store, "heir").run()
+    assert (heir.member.number, heir.member.log.tail, heir.member.taken) == (1, 3, 3)
+    assert heir.member.clock == 6  # where the third round was sent: the learning rate is the run's
+    heir.send(4).run(PATIENCE)
+    assert (heir.seal(4).islands, heir.seal(4).missing) == ((1,), (0,))
+
+
+# ---- a create that says "exists"
+
+
+def test_it_was_my_own_attempt_whose_answer_was_lost():
+    driver = Driver({}, "me")
+    driver.answers["create", island_name(0)] = [(Answer("again"), True)]
+    driver.run(5.0)
+    assert driver.member.number == 0
+
+
+def test_nothing_was_written_so_it_is_tried_again():
+    driver = Driver({}, "me")
+    driver.answers["create", island_name(0)] = [(Answer("exists"), False)] * 2
+    driver.run(5.0)
+    assert driver.member.number == 0
+    driver.answers["create", seal_name(1)] = [(Answer("exists"), False), (Answer("again"), True)]
+    driver.send(1).run(5.0)
+    assert driver.member.log.tail == 1
+
+
+def test_somebody_else_was_first():
+    driver = Driver({island_name(0): Announcement("other", 1).pack()}, "me").run()
+    assert driver.member.number == 1
+
+
+# ---- what is wrong is said
+
+
+def test_a_run_of_another_method_is_refused():
+    islands(1, store := {})
+    with pytest.raises(MismatchError, match=r"run\.json: the run token-0 has method 'toy', this island 'eager'"):
+        Driver(store, "me", method="eager").run()
+
+
+def test_a_store_that_refuses_is_named():
+    driver = Driver({}, "me")
+    driver.answers["get", "run.json"] = [(Answer("failed", "no such bucket"), False)]
+    with pytest.raises(LostPeerError, match=r"the store refuses to get run\.json: no such bucket"):
+        driver.run()
+
+
+def test_a_payload_that_is_damaged_is_not_sealed():
+    first, second = islands(2)
+    second.send(1)
+    first.store[payload_name(1, 1)] = first.store[payload_name(1, 1)][:-1]
+    first.send(1).run(PATIENCE)
+    assert (first.seal(1).islands, first.seal(1).missing) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_payload_that_is_not_what_the_seal_lists_is_never_applied(damage):
+    (first,) = islands(1, snapshot_every=100)
+    first.send(1)
+    first.send(2)
+    if damage == "missing":
+        del first.store[payload_name(1, 0)]
+    else:
+        first.store[payload_name(1, 0)] = payload(b"something else")
+    late = Driver(first.store, "late")
+    with pytest.raises(LostPeerError, match=r"rounds/00000001/0000.*seal 1 lists"):
+        late.run(200.0)
+    assert late.member.taken == 0
