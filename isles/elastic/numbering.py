@@ -47,9 +47,9 @@ class Numbering:
             begin, earlier = begin + (rounds or 0) * every, earlier + (rounds or 0)
         self._stages = stages
         self._fragments = len(schedule.offsets)
-        clocks = range(begin + schedule.lateness, begin + schedule.lateness + schedule.sync_every)
+        clocks = range(begin + schedule.lateness + 1, begin + schedule.lateness + schedule.sync_every + 1)
         self.most_in_flight = max(self.last_sent(clock) - self.last_applied(clock - 1) for clock in clocks)
-        """Of all fragments together, at any time."""
+        """Of all fragments together, after the dense start."""
 
     def place(self, number: int) -> Place:
         """Fragment, round, and clocks of send and apply of round `number`."""

@@ -137,8 +137,8 @@ class Member:
         """How many seals it asks for."""
         self._loop_time = 0.0
         """When the training loop last began a step."""
-        self._waiting = False
-        """The training loop is at an apply step, and cannot go on."""
+        self._awaited = 0
+        """The round at whose apply step the training loop is, or was."""
         self._requests.start(now, "get", RUN, self._on_run)
 
     # ---- what a driver calls
@@ -183,8 +183,8 @@ class Member:
 
     def wait(self, number: int, now: float) -> None:
         """The loop is at the apply step of a round, and will `take` until it has it."""
-        if number > self.taken and not self._waiting:
-            self._waiting = True
+        if number > max(self.taken, self._awaited):
+            self._awaited = number
             self._look_soon(now)
 
     def take(self, number: int, now: float) -> list[Decision]:
@@ -201,8 +201,8 @@ class Member:
             self._fetch(now)
         if decisions and not self.joined:
             self._look_soon(now)
-        if self.taken >= number:
-            self._waiting, self._loop_time = False, now
+        if self.taken >= self._awaited:
+            self._loop_time = now
         return decisions
 
     def save(self, after: Apply, parts: dict[str, tuple[Blob, Any]], now: float) -> None:
@@ -336,7 +336,7 @@ class Member:
         for number in self._looked_for:
             self._look_for_payloads(number, islands, now)
             islands = [island for island in islands if island in self._round(number).seen]  # who sends, sends in order
-        if self._waiting and now - self._found_time > 4 * self._settings.poll:
+        if self.taken < self._awaited and now - self._found_time > 4 * self._settings.poll:
             self._look_for_leavers(now)
 
     def _begun_and_next(self) -> list[int]:
@@ -402,8 +402,10 @@ class Member:
             self.number = None
             self._claim(self.log.known, now)
         elif not self._seal(now):
-            idle = (now - self._found_time) / 4
-            self._look_at = now + min(max(idle, self._settings.poll), self._settings.longest_poll)
+            pause = max(self._settings.poll, (now - self._found_time) / 4)
+            sent = self._round(self.log.tail + 1).sent
+            deadline = sent.time + self._settings.patience if sent else math.inf
+            self._look_at = min(now + min(pause, self._settings.longest_poll), deadline if deadline > now else math.inf)
 
     def _is_lost(self) -> bool:
         """Whether this island needs a number: it is ready to send, and nobody looks for the one it has."""
