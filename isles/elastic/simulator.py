@@ -47,7 +47,6 @@ from isles.elastic.toy import State, Toy, read_payload
 from isles.wire.world import LostPeerError, MismatchError
 
 Loop = Generator[float | None, None, None]
-LONGEST_SECONDS_PER_ROUND = 400.0
 
 
 class Process:
@@ -99,16 +98,18 @@ class Process:
             simulation.at(self.wake_at, self._wake, self.wake_at)
 
     def answer(self, operation: Operation, answer: Answer, now: float) -> None:
-        value = answer.value
-        if answer.status == "ok" and operation.kind == "get" and operation.name.startswith((ROUNDS, SNAPSHOTS)):
-            self.kept[operation.name] = value
-            if operation.name.startswith(ROUNDS):
-                try:
-                    answer = Answer("ok", open_payload(operation.name, value)[0])
-                except DamagedError:
-                    answer = Answer("damaged")
-            elif not operation.name.endswith(".json"):
-                answer = Answer("ok", Blob(len(value), digest(value)))
+        """Payloads and parts of snapshots stay here, if they are whole; the protocol is told what they are."""
+        name, value = operation.name, answer.value
+        if answer.status == "ok" and operation.kind == "get" and name.startswith(ROUNDS):
+            try:
+                answer = Answer("ok", open_payload(name, value)[0])
+                self.kept[name] = value
+            except DamagedError:
+                answer = Answer("damaged")
+        elif answer.status == "ok" and operation.kind == "get" and name.startswith(SNAPSHOTS) and "-" in name:
+            answer = Answer("ok", Blob(len(value), digest(value)))
+            if name == part_name(round_of(name) or 0, "state", digest(value)):
+                self.kept[name] = value
         self.member.answer(operation, answer, now)
 
     def _wake(self, time: float) -> None:
