@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 import isles
 from isles.core.schedule import Due, Schedule
@@ -19,6 +19,7 @@ def schedules(draw):
     return Schedule(sync_every, offsets, lateness, tuple(draw(st.lists(stages, max_size=2))))
 
 
+@settings(deadline=None)
 @given(schedules())
 def test_numbers_count_the_sends_of_the_schedule(schedule):
     numbering, number = Numbering(schedule), 0
@@ -34,6 +35,7 @@ def test_numbers_count_the_sends_of_the_schedule(schedule):
         assert numbering.last_sent(clock) == number
 
 
+@settings(deadline=None)
 @given(schedules())
 def test_rounds_are_applied_in_the_order_of_their_numbers_where_the_schedule_applies_them(schedule):
     numbering, applied = Numbering(schedule), []
@@ -47,6 +49,7 @@ def test_rounds_are_applied_in_the_order_of_their_numbers_where_the_schedule_app
     assert [numbering.number(*due) for due in applied] == list(range(1, len(applied) + 1))
 
 
+@settings(deadline=None)
 @given(schedules(), st.integers(1, 60))
 def test_whoever_starts_behind_the_log_is_in_time_for_the_next_round(schedule, number):
     numbering = Numbering(schedule)
@@ -55,6 +58,7 @@ def test_whoever_starts_behind_the_log_is_in_time_for_the_next_round(schedule, n
     assert numbering.clock_after(0) == 0
 
 
+@settings(deadline=None)
 @given(schedules())
 def test_no_more_rounds_are_in_flight_than_it_says(schedule):
     numbering = Numbering(schedule)

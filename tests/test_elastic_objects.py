@@ -5,7 +5,7 @@ import zlib
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from isles import MismatchError
 from isles.core.schedule import Schedule
@@ -62,6 +62,7 @@ def run():
 DOCUMENTS = [seal(), run(), Manifest(3, SHA, (Part(part_name(3, "x", SHA), 5, SHA),)), Announcement("me", 4)]
 
 
+@settings(deadline=None)
 @given(seals())
 def test_a_seal_is_read_as_it_was_written(written):
     assert Seal.parse(written.pack(), "seals/1") == written
@@ -85,6 +86,7 @@ def test_documents_are_read_as_they_were_written_and_not_otherwise(document):
         parse(json.dumps({**fields, "more": 1}).encode(), "name")
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_is_a_mismatch_and_nothing_else(data):
     for kind in (Seal, Run, Manifest, Announcement):
@@ -139,6 +141,7 @@ def test_payloads_are_whole_or_damaged():
             open_payload(name, damaged)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_strange_names_belong_to_no_round(name):
     assert round_of(name) is None or name.startswith(("rounds/", "snapshots/"))

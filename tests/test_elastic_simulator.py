@@ -7,7 +7,7 @@ import math
 import pytest
 
 from isles import cli
-from isles.elastic.faults import FAULTS, parse_faults
+from isles.elastic.faults import FAULTS
 from isles.elastic.invariants import Violation
 from isles.elastic.objects import seal_name
 from isles.elastic.protocol import Member
@@ -17,10 +17,10 @@ from isles.elastic.toy import State, Toy, read_payload
 ALL = tuple(FAULTS)
 
 
-def first_violation(member, faults, seeds=80, rounds=40):
+def first_violation(member, faults=ALL, seeds=60):
     for seed in range(seeds):
         try:
-            Simulation(seed, 6, rounds, parse_faults(faults), member).run()
+            Simulation(seed, 6, 40, faults, member).run()
         except Violation as violation:
             return str(violation)
     return None
@@ -89,18 +89,12 @@ class CountsTwice(Member):
 
 
 @pytest.mark.parametrize(
-    ("member", "faults", "invariant"),
-    [
-        (Overwrites, "slow,crash", "I1"),
-        (Skips, "collector,crash", "I2"),
-        (Trudges, "slow,stall", "I4"),
-        (CountsTwice, "slow,stall", "I3"),
-    ],
+    ("member", "invariant"),
+    [(Overwrites, "I1"), (Skips, "I2"), (Trudges, "I4"), (CountsTwice, "I3")],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_broken_protocol_is_caught(member, faults, invariant):
-    assert first_violation(Member, faults, seeds=10) is None
-    assert (first_violation(member, faults) or "").startswith(f"{invariant}:")
+def test_a_broken_protocol_is_caught(member, invariant):
+    assert (first_violation(member) or "").startswith(f"{invariant}:")
 
 
 # ---- nobody is left out

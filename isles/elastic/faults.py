@@ -28,7 +28,7 @@ FAULTS = {
 }
 RATES = {"delay": 0.05, "lost": 0.02, "errors": 0.05, "twice": 0.03, "lies": 0.02}
 """What a store does to requests: how often, at most, per request."""
-TIMES = {"crash": 12, "blackout": 2, "stall": 8, "partition": 8, "leave": 4, "collector": 2}
+TIMES = {"crash": 12, "blackout": 2, "stall": 8, "partition": 8, "leave": 4, "collector": 4}
 """What happens to processes between two requests: how many times, at most, per seed of 50 rounds."""
 RATE = 0.002
 REQUEST_TIMEOUT = 4.0

@@ -218,7 +218,7 @@ class Simulation:
         self.settings = Settings(
             quorum=draw.randint(1, max(1, self.most_islands // 2)),
             patience=2.5 * self._slowest + 4 * draw.random() + 2 * spacing,
-            snapshot_every=draw.randint(3, 12),
+            snapshot_every=draw.randint(3, 20),
             poll=spacing * (0.4 + 0.4 * draw.random()),
             longest_poll=2 * spacing,
             backoff=0.2,
@@ -234,7 +234,7 @@ class Simulation:
         """Those that are alive."""
         self._quiet_since: float | None = None
         self._quiet_after = 0
-        self._hopeless = False
+        self._hopeless_since = math.inf
 
     # ---- time
 
@@ -244,11 +244,11 @@ class Simulation:
         for index in range(self.most_islands):
             late = index > 0 and self._random.random() < 0.4
             self.at(self._random.random() * (3 * self._rounds if late else 3), self.start)
-        self._run_until(lambda: self.checker.tail >= self._rounds * 3 // 5 or self._hopeless)
+        self._run_until(lambda: self.checker.tail >= self._rounds * 3 // 5 or self._hopeless_since < math.inf)
         self._stop_faults()
         done = self._run_until(lambda: self.checker.tail >= self._rounds and not self._late())
         self.count["seals"] += self.checker.tail
-        if not done and self._is_hopeless():
+        if not done and self._hopeless_since < math.inf:
             self.count["unrecoverable"] += 1
         elif not done:
             behind = {each.token: each.member.taken for each in self._late()}
@@ -266,7 +266,7 @@ class Simulation:
         while not done():
             if tail < self.checker.tail <= self._rounds:
                 tail, deadline = self.checker.tail, self.now + self._longest_wait
-            if self.now > deadline or self._hopeless:
+            if self.now > min(deadline, self._hopeless_since + 30):
                 return False
             self.now, _, action, arguments = heapq.heappop(self._events)
             action(*arguments)
@@ -302,6 +302,10 @@ class Simulation:
     def _has(self, *kinds: str) -> bool:
         return any(kind in self.faults.kinds for kind in kinds)
 
+    def _check_hope(self) -> None:
+        if self._hopeless_since == math.inf and self._has("collector") and self._is_hopeless():
+            self._hopeless_since = self.now
+
     def _is_hopeless(self) -> bool:
         """Whether a stranger has deleted a payload that no snapshot has, and fewer than a quorum have applied."""
         newest = max([0, *(round_of(name) or 0 for name in self.store if name.endswith("manifest.json"))])
@@ -310,7 +314,7 @@ class Simulation:
             assert seal is not None
             if any(payload_name(number, island) not in self.store for island in seal.islands):
                 applied = [self._is_undisturbed(each) and each.member.taken >= number for each in self.processes]
-                return self._has("collector") and sum(applied) < self.settings.quorum
+                return sum(applied) < self.settings.quorum
         return False
 
     # ---- processes
@@ -339,7 +343,7 @@ class Simulation:
             process.alive = False
             self.processes.remove(process)
             self.at(self.now + 1 + 30 * self._random.random(), self.start)
-            self._hopeless = self._is_hopeless()
+            self._check_hope()
 
     # ---- the store
 
@@ -379,8 +383,9 @@ class Simulation:
         elif kind == "collector":
             last = self.checker.tail - self._random.randint(1, 6)
             for name in [name for name in self.store if name.startswith(ROUNDS) and (round_of(name) or 0) <= last]:
-                del self.store[name]
-            self._hopeless = self._is_hopeless()
+                if self._random.random() < 0.5:
+                    del self.store[name]
+            self._check_hope()
 
     def _land(self, process: Process, operation: Operation, path: Path) -> None:
         answer = path.refusal or self.perform(operation)
