@@ -51,16 +51,24 @@ def write(study: Study, scale: Scale, text: Text, records: list[dict[str, Any]],
 
 
 def keep(records: list[dict[str, Any]], path: Path) -> None:
-    """Writes the runs of a study that has not run every configuration yet, one per line, beside where it will be."""
-    _write(_unfinished(path), "".join(json.dumps(record) + "\n" for record in records))
+    """Writes the runs of a study that has not run every configuration yet, one per line, beside where it will be. Runs
+    that are there already stay: they may be of a later seed.
+    """
+    new = {record["key"] for record in records}
+    kept = [*records, *(record for record in _begun(path) if record["key"] not in new)]
+    _write(_unfinished(path), "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def finished(path: Path) -> dict[str, dict[str, Any]]:
     """Outcomes by key, as far as they have been written: on another machine a study goes on where it was left."""
     whole = read(path)["records"] if path.exists() else []
-    begun = _unfinished(path).read_text("utf-8").splitlines() if _unfinished(path).exists() else []
-    records = [*whole, *map(json.loads, begun)]
-    return {r["key"]: {name: v for name, v in r.items() if name not in ("name", "key", "job")} for r in records}
+    about = ("name", "key", "job")
+    return {r["key"]: {name: v for name, v in r.items() if name not in about} for r in [*whole, *_begun(path)]}
+
+
+def _begun(path: Path) -> list[dict[str, Any]]:
+    lines = _unfinished(path).read_text("utf-8").splitlines() if _unfinished(path).exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def _unfinished(path: Path) -> Path:
