@@ -165,6 +165,9 @@ class Reference:
         if warm < self.warmup_rounds:
             part = max(0, warm) / max(1, self.warmup_rounds)
             lr, mu = 1 + part * (lr - 1), part * mu
+        if 0 < number <= sum(rounds for rounds, _ in self.dense_start):
+            self.anchor[m][p] = self.anchor[m][p] - delta
+            return
         v = self.velocity[m][p] = mu * self.velocity[m][p] + delta
         direction = delta + mu * v if self.nesterov else v
         self.anchor[m][p] = self.anchor[m][p] - lr * direction

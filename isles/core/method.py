@@ -207,7 +207,7 @@ class Method:
         >>> method.outer_at(50), method.outer_at(56), method.outer_at(61)
         ((1.0, 0.0), (0.75, 0.45), (0.5, 0.9))
         """
-        after = number - 1 - self.dense_rounds
+        after = max(0, number - 1) - self.dense_rounds
         if after >= self.warmup_rounds:
             return self.outer_lr, self.outer_momentum
         part = max(0, after) / self.warmup_rounds if self.warmup_rounds else 0.0

@@ -231,15 +231,13 @@ class Rounds:
                 delta = self._refreshed(delta, fresh, sent, state.anchor)
             if delta is None:
                 return
-            if closing and state.outer_steps == 0:
-                state.anchor.sub_(delta)
-                return
+            averaged = dense or (closing and state.outer_steps <= method.dense_rounds)
             if not closing:
                 state.outer_steps = due.round + late
-            if self.torch_outer is None:
-                self._sgd.update(state.anchor, delta, state.velocity, *method.outer_at(state.outer_steps))
-            elif dense:
+            if averaged:
                 state.anchor.sub_(delta)
+            elif self.torch_outer is None:
+                self._sgd.update(state.anchor, delta, state.velocity, *method.outer_at(state.outer_steps))
             else:
                 self.offload.step_at_home(due.fragment, self.torch_outer.update, delta)
 
