@@ -42,7 +42,7 @@ class Scale:
     token_factors: tuple[float, ...]
     """How much longer or shorter the runs of the overtraining study are."""
     demo: dict[str, Any] | None = None
-    """What `make demo` trains, where it is not a job of this scale already."""
+    """About what `make demo` trains, where it is not a job of this scale already."""
     seeds: int = 3
     vocabulary: int = 0
     learning_rate: float = 3e-3
