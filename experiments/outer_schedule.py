@@ -1,8 +1,8 @@
 """What makes a second island worth nearly all of it: the schedule of the outer loop in short runs, knob by knob.
 
 Worth of the other islands = (alone - method) / (alone - data-parallel), every side at its best inner learning rate.
-The settings, one text each: `demo` is that of `make demo` (263k parameters, 1,500 steps of 8 x 128 tokens an island),
-`mini` has 1.2M parameters and 2,100 steps of 4 x 64. H = 30, M = 2 and e3m0, where nothing else is said.
+The setting is about that of `make demo`: 263k parameters, 1,500 steps of 8 x 128 tokens an island. H = 30, M = 2 and
+e3m0, where nothing else is said.
 
     python experiments/outer_schedule.py GROUP ... [--seeds N] [--workers N]    # runs what is not there yet
     python experiments/outer_schedule.py --show                                 # the table of all that is there
@@ -27,7 +27,6 @@ from isles.reproduce.pool import run_tasks, tasks_of
 RESULTS = Path(__file__).parent / "results" / "outer-schedule.jsonl"
 SETTINGS: dict[str, dict[str, Any]] = {
     "demo": {"model": "micro", "vocabulary": 1024, "steps": 1500, "batch_size": 8, "sequence_length": 128},
-    "mini": {"model": "mini", "steps": 2100, "batch_size": 4, "sequence_length": 64},
 }
 BASE: dict[str, Any] = {"dense_start": [(50, 3)], "warmup_rounds": 20, "outer_lr": 0.7, "mixing": 0.25}
 """Where the search began; `Method.gradual` is where it ended."""

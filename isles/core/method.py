@@ -9,9 +9,8 @@ One engine runs every method: what differs between DiLoCo, Streaming DiLoCo, del
     what crosses the link         codec, rounding, error_feedback
 
 and the outer optimizer on top (outer_lr, outer_momentum, nesterov), with what is different in the first rounds
-(dense_start, warmup_rounds). A `Method` is checked when it is made: a value that
-cannot work is a `ValueError` that says what to write instead. This module imports no torch, so that a command line can
-list the knobs without loading it.
+(dense_start, warmup_rounds). A `Method` is checked when it is made: a value that cannot work is a `ValueError` that
+says what to write instead. This module imports no torch, so that a command line can list the knobs without loading it.
 """
 
 from __future__ import annotations
@@ -243,7 +242,3 @@ def _is_integer(value: object, least: int, most: float = math.inf) -> TypeGuard[
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number > 1)}"

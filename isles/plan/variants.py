@@ -68,6 +68,18 @@ def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
     if sync_every < 1:
         raise ValueError(f"sync_every={sync_every} must be at least 1")
     knobs = {"sync_every": sync_every, **cutting}
+
+    def in_4_bits(name: str, family: str, constructor: str, lateness: int, **more: Any) -> Variant:
+        return Variant(
+            name=name,
+            family=family,
+            constructor=constructor,
+            knobs={**knobs, **more},
+            sync_every=sync_every,
+            codec="e3m0",
+            lateness=lateness,
+        )
+
     found = [
         DATA_PARALLEL,
         Variant(
@@ -86,51 +98,11 @@ def standard_variants(sync_every: int, **cutting: Any) -> list[Variant]:
             sync_every=sync_every,
             lateness=1,
         ),
-        Variant(
-            name="streaming-overlap-fp4",
-            family="streaming",
-            constructor="streaming",
-            knobs=knobs,
-            sync_every=sync_every,
-            codec="e3m0",
-            lateness=1,
-        ),
-        Variant(
-            name="gradual-fp4",
-            family="streaming",
-            constructor="gradual",
-            knobs=knobs,
-            sync_every=sync_every,
-            codec="e3m0",
-            lateness=1,
-        ),
-        Variant(
-            name="streaming-overlap-5-fp4",
-            family="streaming",
-            constructor="streaming",
-            knobs={**knobs, "overlap": 5},
-            sync_every=sync_every,
-            codec="e3m0",
-            lateness=5,
-        ),
-        Variant(
-            name="eager-fp4",
-            family="eager",
-            constructor="eager",
-            knobs=knobs,
-            sync_every=sync_every,
-            codec="e3m0",
-            lateness=sync_every,
-        ),
-        Variant(
-            name="distant-fp4",
-            family="distant",
-            constructor="distant",
-            knobs=knobs,
-            sync_every=sync_every,
-            codec="e3m0",
-            lateness=sync_every - 1,
-        ),
+        in_4_bits("streaming-overlap-fp4", "streaming", "streaming", lateness=1),
+        in_4_bits("gradual-fp4", "streaming", "gradual", lateness=1),
+        in_4_bits("streaming-overlap-5-fp4", "streaming", "streaming", lateness=5, overlap=5),
+        in_4_bits("eager-fp4", "eager", "eager", lateness=sync_every),
+        in_4_bits("distant-fp4", "distant", "distant", lateness=sync_every - 1),
     ]
     return [variant for variant in found if _possible(variant)]
 

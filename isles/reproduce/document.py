@@ -50,7 +50,7 @@ def write(folder: Path, page: Path) -> Path:
     table = ["| claim | paper | ours | agrees if | | command |", "|---|---|---|---|---|---|", *rows]
     text = [INTRODUCTION, "\n".join(table), *parts]
     if missing:
-        text.append(f"Not run yet: {', '.join(missing)}.")
+        text.append(f"Not run to the end yet: {', '.join(missing)}.")
     if (folder / f"{SPEED}.json").exists():
         from isles.reproduce import speed
 
