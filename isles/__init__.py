@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from isles.core.diloco import DiLoCo
     from isles.core.method import Method
     from isles.core.stats import Event, Stats
+    from isles.elastic.store import probe_store
+    from isles.elastic.world import StoreWorld
     from isles.wire.codecs import codecs
     from isles.wire.local_world import LocalWorld, run_local
     from isles.wire.torch_world import TorchWorld
@@ -32,6 +34,8 @@ _HOME = {
     "LocalWorld": "isles.wire.local_world",
     "run_local": "isles.wire.local_world",
     "TorchWorld": "isles.wire.torch_world",
+    "StoreWorld": "isles.elastic.world",
+    "probe_store": "isles.elastic.store",
     "LostPeerError": "isles.wire.world",
     "MismatchError": "isles.wire.world",
 }
@@ -44,8 +48,10 @@ __all__ = [
     "Method",
     "MismatchError",
     "Stats",
+    "StoreWorld",
     "TorchWorld",
     "codecs",
+    "probe_store",
     "run_local",
 ]
 

@@ -149,7 +149,9 @@ def test_strange_names_belong_to_no_round(name):
 
 def test_another_model_or_method_is_refused():
     other = Run("b", "diloco", SHA, 8, run().start)
-    with pytest.raises(MismatchError, match=r"run\.json: the run a has method 'streaming', this island 'diloco'"):
+    with pytest.raises(
+        MismatchError, match=r"run\.json: this run has another method \(it='streaming' there, 'diloco' here\)"
+    ):
         run().check(other)
 
 

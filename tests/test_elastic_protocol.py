@@ -226,7 +226,7 @@ def test_somebody_else_was_first():
 
 def test_a_run_of_another_method_is_refused():
     islands(1, store := {})
-    with pytest.raises(MismatchError, match=r"run\.json: the run token-0 has method 'toy', this island 'eager'"):
+    with pytest.raises(MismatchError, match=r"run\.json: this run has another method \(it='toy' there, 'eager' here\)"):
         Driver(store, "me", method="eager").run()
 
 

@@ -25,6 +25,7 @@ from isles.core.arguments import (
     optimizers_in_use,
     unwrap_optimizer,
 )
+from isles.core.elastic import Elastic, check_elastic
 from isles.core.fragments import cut, trainable_parameters
 from isles.core.handshake import Handshake
 from isles.core.island import Island, reshard
@@ -38,7 +39,7 @@ from isles.core.state import VERSION, check_saved, load_state, save_state
 from isles.core.stats import Event, Stats
 from isles.wire.fused import OUTER, warm_up
 from isles.wire.groups import check_apart
-from isles.wire.world import LostPeerError, MismatchError, World, default_world
+from isles.wire.world import LostPeerError, MismatchError, World, default_world, is_elastic
 
 
 class DiLoCo:
@@ -92,16 +93,22 @@ class DiLoCo:
         self.world, self._owns_world = default_world(island.ranks) if world is None else (world, False)
         try:
             check_apart(self.world, island.ranks)
-            self._handshake = Handshake(self.world, self.stats, self.weight)
+            check_elastic(self.world, method, island.size)
             options = (self.weight, self.stats, on_event, outer_optimizer, device)
             self._rounds = rounds = Rounds(self._replica, own, self.world, *options)
             outer = rounds.torch_outer.describe() if rounds.torch_outer else None
             settings = {"method": method.as_dict(), "outer_optimizer": outer}
-            rounds.total_weight = self._handshake.start(settings, self._replica, sync_initial)
+            self._membership: Handshake | Elastic
+            if is_elastic(self.world):
+                self._membership = Elastic(self.world, rounds, self._replica)
+                self.clock = self._membership.join(settings, self.schedule)
+            else:
+                self._membership = Handshake(self.world, self.stats, self.weight)
+                rounds.total_weight = self._membership.start(settings, self._replica, sync_initial)
         except BaseException:
             self._give_back()
             raise
-        if sync_initial:
+        if sync_initial and not is_elastic(self.world):
             for state, fragment in zip(rounds.offload.states, self.fragments, strict=True):
                 state.anchor.copy_(fragment.read())
         warm_up({rounds.codec.kernels, OUTER})
@@ -132,15 +139,17 @@ class DiLoCo:
     def _exchange(self) -> None:
         """What is due after this step."""
         self.step_count += 1
-        self.clock += 1
         rounds, schedule = self._rounds, self.schedule
         rounds.step, self._finished = self.step_count, False
-        for due in schedule.sends(self.clock):
-            if not self.fragments[due.fragment].is_empty:
-                rounds.send(due)
-        for due in schedule.applies(self.clock):
-            if not self.fragments[due.fragment].is_empty:
-                rounds.apply(due)
+        reached = self._membership.reach(self.clock + 1)
+        while self.clock < reached:  # one step, but for an island that is behind
+            self.clock += 1
+            for due in schedule.sends(self.clock):
+                if not self.fragments[due.fragment].is_empty:
+                    rounds.send(due)
+            for due in schedule.applies(self.clock):
+                if not self.fragments[due.fragment].is_empty:
+                    rounds.apply(due)
         if rounds.offload.in_use:
             rounds.offload.write_back()
             coming = (*schedule.sends(self.clock + 1), *schedule.applies(self.clock + 1))
@@ -163,7 +172,7 @@ class DiLoCo:
         self._check_not_interrupted()
         if self._resumed:
             shared = self.method.update != "eager" and self._overlap == self.method.overlap
-            self._handshake.resume(self.step_count, self._rounds.anchors() if shared else None)
+            self._membership.resume(self.step_count, self._rounds.anchors() if shared else None)
             self._resumed = False
 
     def _check_not_interrupted(self) -> None:
@@ -217,12 +226,12 @@ class DiLoCo:
         self._finished = True
 
     def _finish(self) -> None:
-        self._handshake.finish(self.step_count)
+        self._membership.finish(self.step_count)
         self._rounds.close()
         if self.method.update == "eager":
-            self._handshake.average_anchors(self._rounds.anchors())
+            self._membership.average_anchors(self._rounds.anchors())
         self._show_anchors()
-        self._handshake.same_model(self._replica)
+        self._membership.same_model(self._replica)
 
     def __enter__(self) -> DiLoCo:
         if self._closed:
@@ -237,7 +246,7 @@ class DiLoCo:
             error = failure
             raise
         finally:
-            if error is not None and self.world.size > 1 and not self._finished:
+            if error is not None and (self.world.size > 1 or is_elastic(self.world)) and not self._finished:
                 known = isinstance(error, (LostPeerError, MismatchError))  # to the others as well
                 self._leave("" if known else f"at step {self.step_count}: {type(error).__name__}: {error}")
             self.close()
@@ -254,7 +263,7 @@ class DiLoCo:
         self._give_back("" if self._finished else f"at step {self.step_count}: it was closed before finish()")
 
     def _give_back(self, reason: str = "") -> None:
-        if self._owns_world:
+        if self._owns_world or is_elastic(self.world):
             self._leave(reason)
         self._replica.island.close()
 
@@ -278,6 +287,9 @@ class DiLoCo:
                 "state_dict() inside global_model(): the model holds the global weights there, save outside"
             )
         self._check_not_interrupted()
+        if is_elastic(self.world):
+            with self._pause():
+                return self._membership.state_dict(self.step_count)  # type: ignore[union-attr]
         states = self._rounds.offload.settle()
         about = {
             "version": VERSION,
@@ -305,7 +317,14 @@ class DiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict()` was taken. Every island loads its own, of the same step."""
+        """Continues where `state_dict()` was taken. Every island loads its own, of the same step.
+
+        Where islands come and go the run is in the store: what is loaded are moments of the optimizer and buffers.
+        """
+        if is_elastic(self.world):
+            with self._pause():
+                self._membership.load_state_dict(state)  # type: ignore[union-attr]
+            return
         states = self._rounds.offload.settle()
         sharded = isinstance(state, dict) and "notes" in state
         about = read_notes(state) if sharded else state
@@ -322,7 +341,7 @@ class DiLoCo:
                 load_state(own, saved)
             if self._rounds.torch_outer:
                 self._rounds.torch_outer.optimizer.load_state_dict(state["outer_state"])
-        self._handshake.stats = self._rounds.stats = self.stats
+        self._membership.stats = self._rounds.stats = self.stats
         self.step_count, self.clock = about["step"], about["clock"]
         self._rounds.step = self.step_count
         self._rounds.total_weight = about["total_weight"]

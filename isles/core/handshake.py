@@ -39,9 +39,7 @@ class Handshake:
     def start(self, settings: Mapping[str, Any], replica: Replica, sync_initial: bool) -> float:
         """Raises unless islands have the same settings, model and initial parameters. Returns the sum of weights."""
         self._purpose = "start"
-        frozen = {name: tensor.shape for name, tensor in replica.frozen().items()}
-        trained = [(part.numel, [(n, tuple(p.shape)) for n, p in part.named()]) for part in replica.fragments]
-        model = [_digest(trained), _digest(frozen)]
+        model = model_digest(replica)
         notes = self._gather({**settings, "sync_initial": sync_initial, "model": model, "weight": self._weight})
         _same_method(notes)
         _same(notes, "outer_optimizer", "have different outer optimizers", "give all islands the same outer_optimizer")
@@ -57,10 +55,14 @@ class Handshake:
             _same(sums, "checksums", "start with different parameters", todo)
         return float(sum(note["weight"] for note in notes))
 
+    def reach(self, clock: int) -> int:
+        """The clock after a step: where the set of islands is fixed, all of them count the same steps."""
+        return clock
+
     def resume(self, step: int, anchors: list[Tensor] | None) -> None:
         """Raises unless all islands resume from the same step and, where they share anchors, from the same ones."""
         self._purpose = "resume"
-        shared = None if anchors is None else [checksum(_raw(anchor)) for anchor in anchors]
+        shared = None if anchors is None else [tensor_checksum(anchor) for anchor in anchors]
         notes = self._gather({"resumed": step, "anchors": shared})
         if any(note["anchors"] is None for note in notes):
             notes = [{**note, "anchors": None} for note in notes]
@@ -109,7 +111,7 @@ class Handshake:
         return dict(itertools.compress(named.items(), [len(set(alike)) > 1 for alike in sums]))
 
     def _checksums(self, named: Mapping[Any, Tensor]) -> list[dict[str, Any]]:
-        return self._gather({"checksums": [checksum(_raw(tensor)) for tensor in named.values()]})
+        return self._gather({"checksums": [tensor_checksum(tensor) for tensor in named.values()]})
 
     @torch.no_grad()
     def _copy_from_root(self, tensor: Tensor) -> None:
@@ -169,6 +171,18 @@ def _same(notes: list[dict[str, Any]], key: str, what: str, advice: str) -> None
     for rank, note in enumerate(notes):
         if note[key] != notes[0][key]:
             raise MismatchError(f"islands 0 and {rank} {what}: {advice}")
+
+
+def model_digest(replica: Replica) -> list[int]:
+    """Of names and shapes: trained, cut into fragments, and frozen."""
+    frozen = {name: tensor.shape for name, tensor in replica.frozen().items()}
+    trained = [(part.numel, [(n, tuple(p.shape)) for n, p in part.named()]) for part in replica.fragments]
+    return [_digest(trained), _digest(frozen)]
+
+
+def tensor_checksum(tensor: Tensor) -> int:
+    """Of the bytes of a tensor, wherever it is."""
+    return checksum(_raw(tensor))
 
 
 def _digest(value: object) -> int:

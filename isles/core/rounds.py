@@ -19,7 +19,8 @@ bit for bit; with eager updates every island has its own, and they agree once up
 Outer arithmetic is fp32 on flat vectors, whatever the model's precision. Inner optimizer state stays local.
 
 An island that the others left out of a round, or that has missed rounds, follows the global model:
-theta + (anchor_new - anchor_old), so that what it has learned goes into its next outer gradient.
+theta + (anchor_new - anchor_old), so that what it has learned goes into its next outer gradient. What delayed updates
+have taken out of theta when it was sent is put back.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ from isles.core.outer import (
 )
 from isles.core.replica import Replica
 from isles.core.schedule import Due
-from isles.core.state import OuterState, Sent
+from isles.core.state import OuterState, Sent, load_outer_state, outer_memory, save_outer_state
 from isles.core.stats import Event, Kind, Stats, phase
 from isles.wire.codecs import codecs
 from isles.wire.packing import is_finite
-from isles.wire.world import Mean, Payload, World
+from isles.wire.world import ElasticWorld, Handle, Mean, Missed, Payload, Snapshot, World, is_elastic
 
 logger = logging.getLogger("isles")
 CLOSING = 0
@@ -75,6 +76,7 @@ class Rounds:
     ) -> None:
         self.fragments, self._replica, self._island = replica.fragments, replica, replica.island
         self._method, self._world, self._weight, self.stats, self._on_event = method, world, weight, stats, on_event
+        self._elastic = world if is_elastic(world) else None
         codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
         self.codec = codec.contracting() if method.error_feedback else codec
         self._sgd = OuterSGD.of(method)
@@ -87,6 +89,10 @@ class Rounds:
         """Of those who took part in the last round."""
         self.step = 0
         """How many the island has taken, for messages and events."""
+        self._uncounted = [0] * len(states)
+        """Steps that were sent in a round without this island, by fragment: they are in its next outer gradient."""
+        self._closing, self._excluded = False, list[tuple[int, Sent]]()
+        """At the end, where islands come and go: what was sent and not counted."""
 
     def _new_state(self, fragment: Fragment, has_velocity: bool) -> OuterState:
         anchor = fragment.read()
@@ -100,6 +106,8 @@ class Rounds:
 
     def send(self, due: Due, *, closing: bool = False) -> None:
         """Starts the mean of a fragment's outer gradients over the islands."""
+        if self._elastic and not self._elastic.wants(due.fragment, due.round):
+            return
         begin = time.perf_counter()
         self._replica.check_trainable(self.step, self._method.sync_every)
         fragment, eager = self.fragments[due.fragment], self._method.update == "eager"
@@ -112,24 +120,26 @@ class Rounds:
         elif due.fragment == 0:
             self._replica.remember_buffers()
         sits_out, state.was_reset = state.was_reset, False
-        weight = 0.0 if sits_out else self._weight
+        steps = 0 if sits_out else self._unsent_steps(due.fragment)
+        weight = 0.0 if sits_out or (closing and not steps) else self._weight
         if sits_out:
             delta = torch.zeros_like(state.anchor)
             self.stats.nonfinite_rounds += 1
-            self._tell("nonfinite", due)
+            self.tell("nonfinite", due)
         encoded: Tensor | Callable[[], Tensor] = functools.partial(self._encode, delta)
         if eager or state.residual is not None or _is_encoded(delta) or not delta.is_cpu:
             encoded = self._encode(delta)
         ordinary = not closing and due.round > self._method.dense_rounds
-        sent = Sent(weight / self.total_weight if eager and ordinary else 0.0, closing)
+        sent = Sent(weight / self.total_weight if eager and ordinary else 0.0, closing, steps)
         aside = functools.partial(self._step_aside, state, sent, due.round)
         then = aside if self._steps_in_background and ordinary else None
         where = (due.fragment, due.round, self.codec, fragment.numel)
-        sent.payload = Payload(*where, weight, encoded, self.step, then)
+        sent.payload = Payload(*where, weight, encoded, self.step, steps, closing, then=then)
         if state.residual is not None and not sits_out:
+            sent.residual = state.residual.clone() if self._elastic else None
             torch.sub(delta, sent.decoded(delta.device), out=state.residual)
         sent.handle = self._world.start(sent.payload)
-        state.rounds[due.round], state.sent_step = sent, self.step
+        state.rounds[due.round], state.sent_step, self._uncounted[due.fragment] = sent, self.step, 0
         self._count_send(due, sent, time.perf_counter() - begin)
 
     def _outer_gradient(self, fragment: Fragment, state: OuterState, closing: bool) -> tuple[Tensor, bool]:
@@ -180,35 +190,38 @@ class Rounds:
     def apply(self, due: Due) -> None:
         """Waits for a round, takes the outer step with it, and mixes the result with the island's weights."""
         state, method = self.offload.take(due.fragment), self._method
-        sent = state.rounds.pop(due.round, None)
+        sent = state.rounds.get(due.round)
         dense = sent is not None and 0 < due.round <= method.dense_rounds
         fresh = state.rounds[due.round + method.delay_rounds] if method.update == "eager" and not dense else None
-        mean = None if sent is None else self._wait_for(sent, due)
-        for missed in mean.missed if mean is not None else ():
-            self._follow(Due(missed.fragment, missed.round), missed.mean)
-            self.stats.catch_up_rounds += 1
-            self._tell("catch_up", Due(missed.fragment, missed.round))
+        if self._elastic and sent is None:
+            self._catch_up(due, self._wait_for(self._elastic.watch(due.fragment, due.round), due))
+            return
+        mean = None if sent is None else self._wait_for(sent.handle, due)
+        state.rounds.pop(due.round, None)
         if mean is not None and not mean.included:
-            self._follow(due, mean)
-            self.stats.excluded_rounds += 1
-            self._tell("excluded", due)
+            self._catch_up(due, mean, sent)
             return
         self._outer_step(due, sent, mean, fresh)
         with phase("isles.mix"):
             alpha = 0.0 if dense else method.mixing
             mix(self.fragments[due.fragment], self.offload.take(due.fragment).anchor, alpha)
+        if self._elastic:
+            self._has_applied(due)
 
-    def _wait_for(self, sent: Sent, due: Due) -> Mean:
-        """The mean of a round; counts the time that is spent waiting for it."""
+    def _wait_for(self, handle: Handle, due: Due, *, closing: bool = False) -> Mean:
+        """The mean of a round; counts the time that is spent waiting for it. What was missed before it is applied."""
         begin = time.perf_counter()
         with phase("isles.wait"):
-            mean = sent.handle.wait()
+            mean = handle.wait()
         seconds = time.perf_counter() - begin
-        self.total_weight = mean.total_weight or self.total_weight
-        self.stats.applies += 1
-        self.stats.wait_seconds += seconds
-        self.stats.islands = len(mean.weights)
-        self._tell("apply", due, seconds=seconds)
+        if not (mean.superseded or closing):
+            self.total_weight = mean.total_weight or self.total_weight
+            self.stats.applies += 1
+            self.stats.wait_seconds += seconds
+            self.stats.islands = len(mean.weights)
+            self.tell("apply", due, seconds=seconds)
+        for missed in mean.missed:
+            self.apply_missed(missed)
         return mean
 
     def _outer_step(self, due: Due, sent: Sent | None, mean: Mean | None, fresh: Sent | None = None) -> None:
@@ -222,7 +235,7 @@ class Rounds:
             state.anchor, state.velocity = sent.stepped
             state.outer_steps = due.round
             return
-        method, closing = self._method, sent is not None and sent.closing
+        method, closing = self._method, mean is not None and mean.closing
         dense = mean is not None and 0 < due.round <= method.dense_rounds
         late = 0 if dense or method.update == "fresh" else method.delay_rounds
         delta = mean.values.to(state.anchor.device) if mean is not None and mean.weights else None
@@ -261,11 +274,86 @@ class Rounds:
             settings = self._method.outer_at(number)
             sent.stepped = self._sgd.update_aside(state.anchor, mean.values, state.velocity, *settings)
 
+    # ---- rounds without this island
+
+    def _catch_up(self, due: Due, mean: Mean, sent: Sent | None = None) -> None:
+        """A round that this island sent nothing to, or that the others completed without what it had sent."""
+        self._follow(due, mean)
+        if mean.superseded:
+            return
+        if sent is not None:
+            self._put_back(due.fragment, sent)
+            self.stats.excluded_rounds += 1
+        else:
+            self.stats.catch_up_rounds += 1
+        self.tell("catch_up" if sent is None else "excluded", due)
+        if self._elastic:
+            self._has_applied(due)
+
+    def apply_missed(self, missed: Missed) -> None:
+        """What the others did without this island."""
+        if isinstance(missed, Snapshot):
+            self._load(missed)
+        else:
+            self._catch_up(Due(missed.fragment, missed.round), missed.mean)
+
     def _follow(self, due: Due, mean: Mean) -> None:
-        """An outer step that this island had no part in."""
-        old = self.offload.take(due.fragment).anchor.clone()
-        self._outer_step(due, None, mean)
-        move_along(self.fragments[due.fragment], old, self.offload.take(due.fragment).anchor)
+        """An outer step that this island had no part in. With delayed updates theta gives up what it has just sent."""
+        state, fragment = self.offload.take(due.fragment), self.fragments[due.fragment]
+        old = state.anchor.clone()
+        if not mean.superseded:
+            self._outer_step(due, None, mean)
+        new = self.offload.take(due.fragment).anchor
+        if self._method.update == "delayed" and state.sent_step == self.step and state.rounds:
+            mix(fragment, new, self._method.mixing)
+        else:
+            move_along(fragment, old, new)
+
+    def _put_back(self, index: int, sent: Sent) -> None:
+        """What was sent and not counted is this island's again."""
+        if self._closing:
+            self._excluded.append((index, sent))
+            return
+        state, fragment = self.offload.take(index, changing=("residual",)), self.fragments[index]
+        self._uncounted[index] += sent.steps
+        if state.residual is not None and sent.residual is not None:
+            state.residual.copy_(sent.residual)
+        if self._method.update == "delayed" and sent.payload.weight:
+            left = sent.decoded(state.anchor.device).mul_(1 - self._method.mixing)
+            fragment.write(fragment.read().sub_(left))
+
+    def _load(self, snapshot: Snapshot) -> None:
+        """A snapshot takes the place of all rounds up to it. Steps that it counts leave theta, others stay there."""
+        for index, saved in enumerate(snapshot.fragments):
+            state, fragment = self.offload.take(index, changing=("anchor", "velocity")), self.fragments[index]
+            old = state.anchor.clone()
+            load_outer_state(state, saved)
+            if self.torch_outer:
+                self.torch_outer.load_state(index, outer_memory(saved))
+            move_along(fragment, old, state.anchor)
+            for number in [round for place, round in snapshot.counted if place == index]:
+                sent = state.rounds.pop(number)
+                if self._method.update == "fresh" and sent.payload.weight:
+                    fragment.write(fragment.read().add_(sent.decoded(old.device)))
+            for number in [round for place, round in snapshot.dropped if place == index]:
+                self._put_back(index, state.rounds.pop(number))
+
+    def outer_state(self) -> list[dict[str, Tensor]]:
+        """Copies of what islands share, by fragment: for a snapshot."""
+        states = self.offload.settle()
+        memory = [self.torch_outer.state_of(i) if self.torch_outer else {} for i in range(len(states))]
+        return [save_outer_state(state, more) for state, more in zip(states, memory, strict=True)]
+
+    def _has_applied(self, due: Due) -> None:
+        assert self._elastic is not None
+        if self._elastic.applied(due.fragment, due.round):
+            self.tell("seal", due)
+        sent, received = self._elastic.traffic()
+        self.stats.bytes_sent += sent
+        self.stats.bytes_received += received
+
+    def _unsent_steps(self, index: int) -> int:
+        return self.step - self.offload.take(index).sent_step + self._uncounted[index]
 
     # ---- at the end
 
@@ -274,15 +362,57 @@ class Rounds:
         ones included. A fragment that has never had an outer step becomes the mean of the islands' weights instead: a
         first, short step would lose much of what was learned (docs/log.md, "The closing round").
         """
+        if self._elastic:
+            self._close_elastic(self._elastic)
+            return
         for index, state in enumerate(self.offload.settle()):
             if state.sent_step < self.step and not self.fragments[index].is_empty:
                 self.send(Due(index, CLOSING), closing=True)
         for index, state in enumerate(self.offload.settle()):
             for number in list(state.rounds):
-                sent = state.rounds.pop(number)
-                mean = sent.handle.wait() if sent.closing else self._wait_for(sent, Due(index, number))
-                self._outer_step(Due(index, number), sent, mean)
+                self._close_round(Due(index, number))
             self.offload.write_back()
+
+    def _close_elastic(self, world: ElasticWorld) -> None:
+        """The same where islands come and go: what is left is sent to the next rounds of the log, before their time.
+        Should others complete these without it, it goes to the rounds after them.
+        """
+        while True:
+            unsent = [index for index in range(len(self.fragments)) if self._unsent_steps(index)]
+            for place in world.last_rounds(unsent):
+                self.send(Due(*place), closing=True)
+            self._wait_for_all(world)
+            if not unsent:
+                break
+
+    def _wait_for_all(self, world: ElasticWorld) -> None:
+        """Takes the outer steps of all rounds in flight. Theta is then the anchor and what nobody has counted."""
+        world.finish()
+        self._closing = True
+        rounds = [Due(index, number) for index, state in enumerate(self.offload.settle()) for number in state.rounds]
+        for due in sorted(rounds, key=lambda due: world.order(*due)):
+            if due.round in self.offload.states[due.fragment].rounds:  # else a snapshot has taken its place
+                self._close_round(due)
+        for fragment, state in zip(self.fragments, self.offload.settle(), strict=True):
+            fragment.write(state.anchor)
+        for index, sent in self._excluded:
+            fragment = self.fragments[index]
+            fragment.write(fragment.read().sub_(sent.decoded(self.offload.states[index].anchor.device)))
+            self._uncounted[index] += sent.steps
+        self._closing, self._excluded = False, []
+
+    def _close_round(self, due: Due) -> None:
+        """The outer step of a round, and nothing else: nothing is trained any more."""
+        rounds = self.offload.take(due.fragment).rounds
+        sent = rounds[due.round]
+        mean = self._wait_for(sent.handle, due, closing=sent.closing)
+        rounds.pop(due.round, None)
+        if not mean.superseded:
+            self._outer_step(due, sent if mean.included else None, mean)
+            if not mean.included and sent.payload.weight:
+                self._put_back(due.fragment, sent)
+            if self._elastic:
+                self._has_applied(due)
 
     # ---- counting
 
@@ -293,9 +423,10 @@ class Rounds:
             self.stats.sends += 1
             self.stats.payload_bytes += sent.payload.num_bytes
             self.stats.payload_parameters += sent.payload.numel
-            self._tell("send", due, num_bytes=sent.handle.bytes_sent, seconds=seconds)
+            self.tell("send", due, num_bytes=sent.handle.bytes_sent, seconds=seconds)
 
-    def _tell(self, kind: Kind, due: Due, **more: Any) -> None:
+    def tell(self, kind: Kind, due: Due, **more: Any) -> None:
+        """An event, for whoever watches."""
         if self._on_event is not None:
             self._on_event(Event(kind, self.step, due.fragment, due.round, **more))
 

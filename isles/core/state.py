@@ -30,6 +30,10 @@ class Sent:
     """Eager: which part of the payload the island has added to its anchor ahead of the mean."""
     closing: bool = False
     """Sent by `finish()`."""
+    steps: int = 0
+    """Inner steps that it contains."""
+    residual: Tensor | None = None
+    """What error feedback had left before it was sent, in case it is not counted."""
     stepped: Position | None = None
     """Anchor and velocity after the outer step with this round, if that was taken in the background."""
     payload: Payload = field(init=False)
@@ -100,6 +104,32 @@ def load_state(state: OuterState, saved: dict[str, Any]) -> None:
         sent = state.rounds[number] = Sent(flight["share"])
         sent.payload = Payload(0, number, codec, state.anchor.numel(), 0.0, flight["body"])
         sent.handle = Arrived(Mean(flight["mean"].clone(), dict(flight["weights"])))
+
+
+def save_outer_state(state: OuterState, memory: dict[str, Any]) -> dict[str, Tensor]:
+    """What islands share of a fragment, as tensors alone: `memory` is that of an outer optimizer of torch's."""
+    more = {MEMORY + name: torch.as_tensor(value) for name, value in memory.items()}
+    own = {"anchor": state.anchor, "outer_steps": torch.tensor(state.outer_steps)}
+    velocity = {} if state.velocity is None else {"velocity": state.velocity}
+    return {name: host_copy(tensor) for name, tensor in {**own, **velocity, **more}.items()}
+
+
+def load_outer_state(state: OuterState, saved: dict[str, Tensor]) -> None:
+    """Puts it back; before the first round there is an anchor alone."""
+    state.anchor.copy_(saved["anchor"])
+    if state.velocity is not None:
+        state.velocity.copy_(saved["velocity"]) if "velocity" in saved else state.velocity.zero_()
+    state.outer_steps = int(saved.get("outer_steps", torch.tensor(0)))
+
+
+def outer_memory(saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of `save_outer_state`: what the outer optimizer remembers. Empty where it has not taken a step."""
+    if not int(saved.get("outer_steps", torch.tensor(0))):
+        return {}
+    return {name.removeprefix(MEMORY): value for name, value in saved.items() if name.startswith(MEMORY)}
+
+
+MEMORY = "optimizer."
 
 
 def check_saved(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-Kind = Literal["send", "apply", "nonfinite", "excluded", "catch_up"]
+Kind = Literal["send", "apply", "nonfinite", "excluded", "catch_up", "join", "leave", "seal"]
 
 
 @dataclass

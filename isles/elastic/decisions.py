@@ -42,6 +42,10 @@ class Apply:
     """This island is one of them. If not, it moves along, and what it sent is still its own."""
     save: bool
     """It is this island's turn to write a snapshot of the state after this round: call `save` with it."""
+    closing: bool
+    """Everybody who is in it ends with it."""
+    sealed: bool
+    """By this island."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ FORMAT = 1
 MAX_DOCUMENT_BYTES = 1 << 20
 MAX_NUMBER = 1 << 53
 RUN, ISLANDS, ROUNDS, SEALS, SNAPSHOTS = "run.json", "islands/", "rounds/", "seals/", "snapshots/"
+FORM, CLOSING_FORM = "store", "store-closing"
+"""What the header of a payload says."""
 
 
 def island_name(island: int) -> str:
@@ -107,6 +109,8 @@ class Contribution:
     num_bytes: int
     sha256: str
     """Of the whole object, header included."""
+    closing: bool = False
+    """The island ends here: these are the steps since its last send, sent before their time."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,11 @@ class Seal:
     @functools.cached_property
     def islands(self) -> tuple[int, ...]:
         return tuple(each.island for each in self.contributions)
+
+    @property
+    def closing(self) -> bool:
+        """Whether everybody who is in it ends with it."""
+        return all(each.closing for each in self.contributions)
 
     def pack(self) -> bytes:
         return _pack(asdict(self))
@@ -215,8 +224,8 @@ class Run:
         for what in ("method", "model"):
             there, here = getattr(self, what), getattr(own, what)
             if there != here:
-                advice = "join with the same model and method, or use another store"
-                raise MismatchError(f"{RUN}: the run {self.run} has {what} {there!r}, this island {here!r}: {advice}")
+                advice = "join with the same model and method, or give this run a store of its own"
+                raise MismatchError(f"{RUN}: this run has another {what} ({_differences(there, here)}): {advice}")
 
 
 @dataclass(frozen=True)
@@ -255,7 +264,8 @@ def open_payload(name: str, data: bytes) -> tuple[Contribution, Header]:
     body = memoryview(data)[HEADER_BYTES:]
     if len(body) != header.num_bytes or zlib.crc32(body) != header.checksum:
         raise DamagedError(f"{name}: the payload of island {island} is damaged or cut short")
-    return Contribution(island, header.weight, header.step, len(data), digest(data)), header
+    closing = header.form == CLOSING_FORM
+    return Contribution(island, header.weight, header.step, len(data), digest(data), closing), header
 
 
 # ---- strict reading
@@ -270,7 +280,22 @@ def _contribution(read: _Reader) -> Contribution:
     finite = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf
     read.must("weight", finite, "a finite number, not negative")
     numbers = (read.integer("steps"), read.integer("num_bytes", HEADER_BYTES))
-    return Contribution(read.integer("island"), float(weight), *numbers, read.sha256("sha256"))
+    return Contribution(read.integer("island"), float(weight), *numbers, read.sha256("sha256"), read.boolean("closing"))
+
+
+def _differences(there: str, here: str) -> str:
+    """What two texts of settings have not in common.
+
+    >>> _differences('{"a": 1, "b": 2}', '{"a": 1, "b": 3}')
+    'b=2 there, 3 here'
+    """
+    try:
+        theirs, ours = json.loads(there), json.loads(here)
+        pairs = [(name, theirs.get(name), ours.get(name)) for name in {**theirs, **ours}]
+    except (ValueError, AttributeError):
+        pairs = [("it", there, here)]
+    text = "; ".join(f"{name}={one!r} there, {other!r} here" for name, one, other in pairs if one != other)
+    return text[:500]
 
 
 @functools.cache
@@ -311,6 +336,11 @@ class _Reader:
         self.must(
             field, type(value) is str and least <= len(value) <= 1 << 16, f"a text of {least} to 65536 characters"
         )
+        return value
+
+    def boolean(self, field: str) -> bool:
+        value = self.fields[field]
+        self.must(field, type(value) is bool, "true or false")
         return value
 
     def sha256(self, field: str) -> str:

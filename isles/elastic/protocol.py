@@ -110,6 +110,10 @@ class Member:
         """This island's number; another one when it comes back after a long absence."""
         self.joined = self.left = False
         self.clock = 0
+        self.patience = settings.patience
+        """Seconds; may be changed at any time."""
+        self.sealed: set[int] = set()
+        """Rounds that this island has sealed and not taken yet."""
         self.taken = -1
         """The last round whose decision the engine has taken; -1 before it has loaded anything."""
         self.log = Log(numbering)
@@ -204,6 +208,15 @@ class Member:
         if self.taken >= self._awaited:
             self._loop_time = now
         return decisions
+
+    def ready(self, number: int) -> tuple[Contribution, ...] | None:
+        """The contributions of a round, in order, if it is sealed and all of them are here; else None."""
+        return self.log[number].contributions if number > self.taken and self._is_fetched(number) else None
+
+    def finish(self, last: int, now: float) -> None:
+        """No more steps: rounds up to `last` were sent before their time, and are waited for from now on."""
+        self.clock = max(self.clock, self._numbering.place(last).apply_clock if last else 0)
+        self._look_soon(now)
 
     def save(self, after: Apply, parts: dict[str, tuple[Blob, Any]], now: float) -> None:
         """Writes a snapshot of the state after a round: for each part its label, what it is, and its body."""
@@ -379,7 +392,8 @@ class Member:
         if answer.status == "ok" and number > self.taken:
             found = self._round(number)
             found.seen[answer.value.island] = answer.value
-            found.began = min(found.began, found.absent_at)
+            if not answer.value.closing:  # an island that ends sends before its time: nobody has to hurry for that
+                found.began = min(found.began, found.absent_at)
             self._found_time = now
 
     def _looked(self, now: float) -> None:
@@ -404,7 +418,7 @@ class Member:
         elif not self._seal(now):
             pause = max(self._settings.poll, (now - self._found_time) / 4)
             sent = self._round(self.log.tail + 1).sent
-            deadline = sent.time + self._settings.patience if sent else math.inf
+            deadline = sent.time + self.patience if sent else math.inf
             self._look_at = min(now + min(pause, self._settings.longest_poll), deadline if deadline > now else math.inf)
 
     def _is_lost(self) -> bool:
@@ -438,6 +452,7 @@ class Member:
         def created(answer: Answer, later: float) -> None:
             if answer.status == "ok":
                 self._found[number] = seal, digest(data)
+                self.sealed.add(number)
             else:
                 self._ask(later, seal_name(number), partial(self._on_seal, number))
 
@@ -450,7 +465,7 @@ class Member:
     def _is_overdue(self, number: int, sent: _Sent, now: float) -> bool:
         """Whether those who are missing have had their time, and the training loop is about to need the round."""
         due = self.clock + 1 >= self._numbering.place(number).apply_clock
-        return due and now >= sent.time + self._settings.patience
+        return due and now >= sent.time + self.patience
 
     # ---- fetching and deciding
 
@@ -502,7 +517,8 @@ class Member:
         contributions, every = self.log[number].contributions, self._settings.snapshot_every
         writer = contributions[number // every % len(contributions)].island
         turn = number % every == 0 and writer == self.number
-        decision = Apply(number, contributions, self.log.digest(number), self._is_in(number), turn)
+        closing, sealed = self.log[number].closing, number in self.sealed
+        decision = Apply(number, contributions, self.log.digest(number), self._is_in(number), turn, closing, sealed)
         self._forget(number)
         return decision
 
@@ -521,6 +537,7 @@ class Member:
     def _forget(self, number: int) -> None:
         self.taken = number
         self._rounds = {k: each for k, each in self._rounds.items() if k > number}
+        self.sealed = {k for k in self.sealed if k > number}
         self.log.forget(number)
 
     # ---- the clock
@@ -533,8 +550,8 @@ class Member:
         sent yet.
         """
         clock, begun = max(clock, self._numbering.clock_after(self.log.tail)), self._begun_and_next()
-        for number in begun if self._settings.patience < math.inf else ():
-            if now + step_seconds > self._round(number).began + self._settings.patience / 2:
+        for number in begun if self.patience < math.inf else ():
+            if now + step_seconds > self._round(number).began + self.patience / 2:
                 clock = max(clock, self._numbering.place(number).send_clock)
         if self.number not in self.log.expected and not any(self._round(number).sent for number in begun):
             clock = max(clock, self._numbering.place(begun[-1]).send_clock)

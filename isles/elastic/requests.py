@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from isles.elastic.objects import MAX_DOCUMENT_BYTES, DamagedError
-from isles.wire.world import LostPeerError
+from isles.elastic.objects import MAX_DOCUMENT_BYTES, ROUNDS, DamagedError
+from isles.wire.world import LostPeerError, MismatchError
 
 LEAST_ATTEMPTS = 5
 """Before an operation is given up, however long it took: the process may have slept."""
@@ -32,7 +32,8 @@ class Answer(NamedTuple):
     exists    a create found the name taken (409, 412), if only by its own earlier attempt
     missing   nothing has this name
     again     nobody knows whether it was done: time-out, lost answer, 429, 500, 503
-    damaged   what was read is not what was written: a wrong checksum
+    damaged   what was read is not what was written: a wrong checksum, or a wrong key. A payload counts as not there,
+              anything else is an error
     failed    no use to try again: no such bucket, no rights, larger than `limit`
     """
 
@@ -67,7 +68,7 @@ class _Pending:
 class Requests:
     """Starts operations, starts them again, and calls back when they have ended.
 
-    The callback sees "ok", "exists", "missing" and "damaged"; "again" and "failed" are dealt with here, and so is a
+    The callback sees "ok", "exists", "missing" and, of payloads, "damaged"; the rest is dealt with here, and so is a
     callback that raises `DamagedError`. An operation that has been of no use for `timeout` seconds is an error.
     """
 
@@ -92,6 +93,8 @@ class Requests:
             return
         if answer.status == "failed":
             raise LostPeerError(f"the store refuses to {operation.kind} {operation.name}: {answer.value}")
+        if answer.status == "damaged" and not operation.name.startswith(ROUNDS):
+            raise MismatchError(str(answer.value))
         del self._pending[operation]
         try:
             useless = (answer.value or "no answer") if answer.status == "again" else pending.then(answer, now)

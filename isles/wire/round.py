@@ -149,7 +149,7 @@ class Alone:
         if self.mean is None:
             payload, weight = self.payload, self.payload.weight
             values = reduction.weighted_mean([payload.body], [weight], payload.codec, payload.numel)
-            self.mean = Mean(values, {0: weight} if weight > 0 else {})
+            self.mean = Mean(values, {0: weight} if weight > 0 else {}, closing=payload.closing)
         return self.mean
 
 
@@ -193,7 +193,7 @@ class Round:
         assert self._exchange is not None
         assert self._payload is not None
         weights = {rank: header.weight for rank, header in enumerate(self._headers) if header.weight > 0}
-        mean = Mean(self._exchange.mean(self._headers), weights)
+        mean = Mean(self._exchange.mean(self._headers), weights, closing=self._payload.closing)
         then = self._payload.then if self._world is not None and self._world._inline is None else None
         self._exchange = self._payload = None  # and with them the memory of bodies
         if then is not None:

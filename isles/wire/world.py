@@ -9,6 +9,9 @@ whether the others are threads, processes or continents, nor how many they are.
     world.gather(data)   -> [bytes]   blocks; bytes from every island, for comparing settings
     world.close(reason)               leaves, and tells the others why; a world of one's own may do without
 
+A world whose islands come and go (`ElasticWorld`) has no gather: an island joins a run, is told where in the schedule
+it is, and may find that a round was completed without it.
+
 Two things can go wrong, and both are loud. `LostPeerError`: an island died, left, or did not answer within the timeout.
 `MismatchError`: the islands are not doing the same thing, or a payload was damaged on the way.
 """
@@ -16,9 +19,9 @@ Two things can go wrong, and both are loud. `LostPeerError`: an island died, lef
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor
@@ -63,7 +66,11 @@ class Payload:
     threads of its own calls it there."""
     step: int = 0
     """How many steps the island has taken, for error messages."""
-    then: Callable[[Mean], None] | None = None
+    steps: int = 0
+    """How many of them this payload contains."""
+    closing: bool = False
+    """Sent by `finish()`: the island ends here."""
+    then: Callable[[Mean], None] | None = field(default=None, kw_only=True)
     """Called with the mean as soon as it has arrived, if the world has a thread to call it in. Otherwise it is never
     called, and whoever waits for the round does that work."""
 
@@ -90,8 +97,12 @@ class Mean:
     """Who took part: the weight of each island, by rank; islands of weight zero are left out."""
     included: bool = True
     """Whether this island's payload is among those that were averaged (or would be, had it a weight)."""
-    missed: tuple[MissedRound, ...] = ()
-    """Rounds that the others completed without this island, in order: to be applied before this one."""
+    missed: tuple[Missed, ...] = ()
+    """What the others did without this island, in order: to be applied before this one."""
+    closing: bool = False
+    """Everybody who is in it ends with it."""
+    superseded: bool = False
+    """The global model contains this round already: there is nothing to apply."""
 
     @property
     def total_weight(self) -> float:
@@ -104,6 +115,22 @@ class MissedRound(NamedTuple):
     fragment: int
     round: int
     mean: Mean
+
+
+class Snapshot(NamedTuple):
+    """The state after a round, in the place of all rounds up to it: an island was away for longer than they are kept,
+    or has just joined.
+    """
+
+    fragments: list[dict[str, Tensor]]
+    """Of every fragment: anchor, velocity and what else the outer optimizer remembers."""
+    counted: tuple[tuple[int, int], ...] = ()
+    """(fragment, round) of what this island had in flight and the snapshot contains."""
+    dropped: tuple[tuple[int, int], ...] = ()
+    """The same of what the snapshot does not contain."""
+
+
+Missed = MissedRound | Snapshot
 
 
 class Handle(Protocol):
@@ -127,6 +154,64 @@ class World(Protocol):
     def start(self, payload: Payload) -> Handle: ...
 
     def gather(self, data: bytes) -> list[bytes]: ...
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What an island is, for those who are there already. Whoever is first makes the run, with its own state."""
+
+    settings: str
+    """JSON: what has to be the same on all islands."""
+    model: str
+    """Digest of names and shapes."""
+    schedule: Any
+    codec: Codec
+    numels: list[int]
+    """Of the fragments."""
+    state: Callable[[], list[dict[str, Tensor]]]
+    """The outer state of this island, now."""
+
+
+class ElasticWorld(World, Protocol):
+    """Islands that come and go. Every island has read the same log of completed rounds, some of them later."""
+
+    def join(self, joining: Joining) -> Iterator[Missed]:
+        """Becomes an island of the run: what it gives, applied in order, is the global model."""
+
+    @property
+    def clock(self) -> int: ...  # where in the schedule a new island starts
+
+    def reach(self, clock: int) -> int:
+        """A step was taken. Returns the clock to go on with: this one or, for an island that is behind, a later one."""
+
+    def wants(self, fragment: int, round: int) -> bool:
+        """Whether a payload of this round may still count."""
+
+    def watch(self, fragment: int, round: int) -> Handle:
+        """A round to which this island has sent nothing."""
+
+    def applied(self, fragment: int, round: int) -> bool:
+        """A round has been applied. Whether this island completed it for all."""
+
+    def order(self, fragment: int, round: int) -> int:
+        """The place of a round in the log."""
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received besides payloads that were sent, since the last call."""
+
+    def last_rounds(self, fragments: Sequence[int]) -> list[tuple[int, int]]:
+        """(fragment, round) of the rounds to send before their time, so that each of these fragments is sent once."""
+
+    def finish(self) -> None:
+        """No more steps will be taken: the rounds that were sent are waited for at once."""
+
+    def close(self, reason: str = "") -> None:
+        """Leaves. The others do not wait for this island any more."""
+
+
+def is_elastic(world: World) -> TypeGuard[ElasticWorld]:
+    """Whether the islands of this world come and go."""
+    return hasattr(world, "join")
 
 
 @dataclass(frozen=True)

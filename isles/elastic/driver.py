@@ -1,0 +1,210 @@
+"""Threads around the protocol: store operations, encoding and averaging, all beside the training loop.
+
+The protocol (`isles.elastic.protocol`) is a state machine without threads; here it lives behind one lock. Whoever has
+something for it, the training loop, a store operation that has ended, a timer, takes the lock for microseconds, tells
+it, and starts the operations that it asks for. Everything that takes time happens outside the lock:
+
+    store     up to `CONNECTIONS` operations at a time: requests, and checksums of what they bring
+    codec     one job after the other: encodes what is sent, averages what is sealed, takes the outer step ahead of time
+    timer     wakes the protocol when it has nothing else to wake it
+
+Payloads are kept here, from when they are read until their round is averaged, at most as many rounds as the protocol
+reads ahead. It sees what they are (`Contribution`), never their bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from isles.elastic.decisions import Decision
+from isles.elastic.objects import (
+    ROUNDS,
+    SNAPSHOTS,
+    Blob,
+    Contribution,
+    DamagedError,
+    digest,
+    open_payload,
+    round_of,
+)
+from isles.elastic.protocol import Member
+from isles.elastic.requests import Answer, Operation
+from isles.elastic.store import ObjectStore
+from isles.wire.message import Header
+from isles.wire.worker import Worker, stop_all
+from isles.wire.world import LostPeerError
+
+CONNECTIONS = 8
+R = TypeVar("R")
+Check = Callable[[int, Header], None]
+"""Raises `DamagedError` if a payload of this round cannot have this header."""
+Average = Callable[[int, tuple[Contribution, ...]], Any]
+logger = logging.getLogger("isles")
+
+
+class Driver:
+    """A member, its store, and the threads in between. The first error is final: every later call raises it."""
+
+    def __init__(self, store: ObjectStore, make_member: Callable[[float], Member], check: Check) -> None:
+        self._store, self._check = store, check
+        self._changed = threading.Condition()
+        self.kept: dict[str, bytes] = {}
+        """Payloads, and parts of snapshots, by name."""
+        self.bytes_sent = self.bytes_received = 0
+        self._failure: Exception | None = None
+        self._stopped = False
+        self._averages: dict[int, Future[Any]] = {}
+        self._average: Average | None = None
+        self._refused: set[str] = set()
+        self.codec = Worker("isles-codec")
+        self._operations: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self.member = make_member(time.monotonic())
+        for name, run in [("timer", self._run_timer), *[("store", self._run_operations)] * CONNECTIONS]:
+            threading.Thread(target=run, name=f"isles-{name}", daemon=True).start()
+        self.call(lambda now: None)
+
+    # ---- for the training loop
+
+    def call(self, action: Callable[..., R], *arguments: Any) -> R:
+        """Tells the protocol something. The time is added to the arguments."""
+        with self._changed:
+            self._raise_failure()
+            result = action(*arguments, time.monotonic())
+            self._start_operations()
+        return result
+
+    def decisions(self, number: Callable[[], int], until: Callable[[], bool]) -> list[Decision]:
+        """The next decisions, up to round `number()`: waits for them, or until there is nothing to wait for."""
+        with self._changed:
+            while True:
+                self._raise_failure()
+                found = self.member.take(number(), time.monotonic())
+                self._start_operations()
+                if found or until():
+                    return found
+                self._changed.wait()
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Waits for the protocol to get somewhere."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._failure is not None or condition(), seconds)
+
+    def average_with(self, average: Average) -> None:
+        """From now on, every round that is sealed and read is averaged in the background."""
+        self._average = average
+
+    def averaged(self, number: int, contributions: tuple[Contribution, ...]) -> Any:
+        """The average of a round that has been decided."""
+        with self._changed:
+            started, average = self._averages.pop(number, None), self._average
+        assert average is not None
+        return average(number, contributions) if started is None else started.result()
+
+    def forget(self, number: int) -> None:
+        """Rounds up to this one have been applied."""
+        with self._changed:
+            self._averages = {k: each for k, each in self._averages.items() if k > number}
+            self.kept = {name: data for name, data in self.kept.items() if (round_of(name) or 0) > number}
+
+    def stop(self) -> None:
+        """Ends the threads. Operations under way come to their end unheard."""
+        with self._changed:
+            self._stopped = True
+            self._failure = self._failure or RuntimeError("this island has left its run: make a new StoreWorld")
+            self._changed.notify_all()
+        for _ in range(CONNECTIONS):
+            self._operations.put(None)
+        stop_all([self.codec])
+
+    # ---- in threads
+
+    def _start_operations(self) -> None:
+        """After every call, with the lock held."""
+        for operation in self.member.operations():
+            self._operations.put(operation)
+        self._start_averages()
+        self._changed.notify_all()
+
+    def _start_averages(self) -> None:
+        number = max([self.member.taken, *self._averages], default=0) + 1
+        while self._average is not None and not self._stopped and (parts := self.member.ready(number)) is not None:
+            self._averages[number] = self.codec.do(self._average, number, parts)
+            number += 1
+
+    def _run_operations(self) -> None:
+        while (operation := self._operations.get()) is not None and not self._stopped:
+            answer = self._opened(operation, self._store.perform(operation))
+            with self._changed:
+                self._tell(self.member.answer, operation, answer)
+
+    def _opened(self, operation: Operation, answer: Answer) -> Answer:
+        """Payloads and parts of snapshots stay here; the protocol is told what they are. A payload that is damaged
+        counts as not there.
+        """
+        name, data = operation.name, answer.value
+        if operation.kind in ("put", "create") and answer.status == "ok" and not name.startswith(ROUNDS):
+            self.bytes_sent += len(operation.body)  # payloads are counted when they are sent
+        if answer.status == "damaged" and name.startswith(ROUNDS):
+            self._refuse(name, str(data))
+        if operation.kind != "get" or answer.status != "ok":
+            return answer
+        self.bytes_received += len(data)
+        if name.startswith(ROUNDS):
+            try:
+                contribution, header = open_payload(name, data)
+                self._check(round_of(name) or 0, header)
+            except DamagedError as error:
+                self._refuse(name, str(error))
+                return Answer("damaged", str(error))
+            with self._changed:
+                self.kept[name] = data
+            return Answer("ok", contribution)
+        if name.startswith(SNAPSHOTS) and "-" in name:
+            with self._changed:
+                self.kept[name] = data
+            return Answer("ok", Blob(len(data), digest(data)))
+        return answer
+
+    def _refuse(self, name: str, why: str) -> None:
+        if name not in self._refused:
+            self._refused.add(name)
+            logger.warning("%s is left out: %s", name, why)
+
+    def _run_timer(self) -> None:
+        with self._changed:
+            while not self._stopped:
+                pause = self.member.wake_at - time.monotonic()
+                if pause <= 0:
+                    self._tell(self.member.wake)
+                else:
+                    self._changed.wait(min(pause, 60.0))
+
+    def _tell(self, action: Callable[..., Any], *arguments: Any) -> None:
+        """Tells the protocol something, in a thread that nobody waits for: errors go to whoever calls next."""
+        if self._failure is not None:
+            return
+        try:
+            action(*arguments, time.monotonic())
+            self._start_operations()
+        except Exception as error:
+            self._fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Something else went wrong beside the loop."""
+        with self._changed:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            kind = type(self._failure) if isinstance(self._failure, (LostPeerError, ValueError)) else RuntimeError
+            raise kind(str(self._failure)) from self._failure

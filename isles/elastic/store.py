@@ -1,0 +1,220 @@
+"""The object store: a few operations by name, with every way in which they end as one word.
+
+`open_store(url)` gives the store of a run. The url is `s3://bucket/run`, `gs://bucket/run`, `az://account/container/run`,
+a folder (`file:///mnt/share/run`, or a plain path), or `memory://NAME` for islands of one process. Endpoint, region and
+credentials are obstore's affair: its environment variables (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID ...), or
+options of `open_store`.
+
+The protocol needs one thing that not every store has: of two creates of one name only one may succeed. `probe_store`
+tries it.
+
+With a key, every object ends with an HMAC-SHA256 over its name and content. So whoever has rights to write to the
+bucket, but not the key, cannot make islands read anything: neither new objects nor old ones under other names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isles.elastic.objects import MAX_DOCUMENT_BYTES, ROUNDS
+from isles.elastic.requests import Answer, Operation
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https")
+KEY_VARIABLE = "ISLES_STORE_KEY"
+TAG_BYTES = hashlib.sha256().digest_size
+REQUEST_SECONDS = 120.0
+"""A request of one object may take so long, and longer where `timeout` says so: large payloads on slow links."""
+
+_memory: dict[str, Any] = {}
+"""The stores of `memory://NAME`."""
+
+
+class ObjectStore:
+    """The objects of one run. Methods may be called from many threads; they release the GIL while they wait."""
+
+    def __init__(self, url: str, client: Any, key: bytes | None) -> None:
+        self.url, self._client, self._key = url, client, key
+        self.is_local = url.startswith("memory://") or "://" not in url
+        """Whether asking costs nothing: a folder, or this process."""
+
+    def perform(self, operation: Operation) -> Answer:
+        """Does what the protocol asks for. Never raises."""
+        import obstore
+        from obstore import exceptions
+
+        kind, name = operation.kind, operation.name
+        try:
+            if kind == "get":
+                return self._get(name, operation.limit)
+            if kind == "list":
+                return Answer("ok", self.list(name))
+            if kind == "delete":
+                obstore.delete(self._client, name)
+            else:
+                data = self._signed(name, operation.body)
+                obstore.put(self._client, name, data, mode="create" if kind == "create" else "overwrite")
+            return Answer("ok")
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            return Answer("exists" if kind == "create" else "again", "the store says that it exists")
+        except FileNotFoundError as error:
+            return Answer("missing") if kind in ("get", "delete") else Answer("failed", self._explain(error))
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            return Answer("failed", self._explain(error))
+        except Exception as error:  # time-outs, lost connections, 429, 500, 503, a full disk: all may pass
+            return Answer("again", self._explain(error))
+
+    def get(self, name: str, limit: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+        """An object, or None if there is none; ValueError if it cannot be read."""
+        answer = self.perform(Operation("get", name, limit=limit))
+        if answer.status == "ok":
+            return bytes(answer.value)
+        if answer.status == "missing":
+            return None
+        raise ValueError(f"cannot read {name} in {self.url}: {answer.value}")
+
+    def put(self, name: str, data: bytes, *, create: bool = False) -> bool:
+        """Writes an object; with `create` only if there is none. Returns whether it was written."""
+        answer = self.perform(Operation("create" if create else "put", name, data))
+        if answer.status in ("ok", "exists"):
+            return answer.status == "ok"
+        raise ValueError(f"cannot write {name} to {self.url}: {answer.value}")
+
+    def list(self, prefix: str) -> list[str]:
+        """The names that begin with a folder, in no order."""
+        import obstore
+
+        return [item["path"] for chunk in obstore.list(self._client, prefix=prefix.rstrip("/")) for item in chunk]
+
+    def _get(self, name: str, limit: int) -> Answer:
+        import obstore
+
+        found = obstore.get(self._client, name)
+        extra = TAG_BYTES if self._key else 0
+        if found.meta["size"] > limit + extra:
+            what = f"{name} has {found.meta['size']} bytes, and may have {limit}"
+            return Answer("damaged" if name.startswith(ROUNDS) else "failed", what)
+        data = memoryview(found.bytes())  # type: ignore[arg-type]
+        if self._key is None:
+            return Answer("ok", data.tobytes())
+        body, tag = data[:-TAG_BYTES], data[-TAG_BYTES:]
+        if len(data) < TAG_BYTES or not hmac.compare_digest(self._tag(name, body), bytes(tag)):
+            return Answer("damaged", f"{name} is refused: it was not written with this key")
+        return Answer("ok", body.tobytes())
+
+    def _signed(self, name: str, body: bytes) -> bytes:
+        return body if self._key is None else body + self._tag(name, body)
+
+    def _tag(self, name: str, body: bytes | memoryview) -> bytes:
+        assert self._key is not None
+        signed = hmac.new(self._key, name.encode() + b"\0", hashlib.sha256)
+        signed.update(body)
+        return signed.digest()
+
+    def _explain(self, error: Exception) -> str:
+        """One line: what the server says, if it says something."""
+        text = " ".join(str(error).split("Debug source")[0].split())
+        said = re.search(r"<Message>(.*?)</Message>", text) or re.search(r"status code: (\d+ [\w ]+)", text)
+        return said[1] if said else text[:300]
+
+
+def open_store(url: str, key: str | bytes | None = None, timeout: float = 600.0, **options: Any) -> ObjectStore:
+    """The store behind a url; ValueError if there is no such kind. `options` go to obstore."""
+    try:
+        import obstore.store
+    except ImportError:
+        raise ValueError("object stores need obstore: pip install 'isles[store]'") from None
+    if not isinstance(url, (str, Path)) or not str(url):
+        raise ValueError(f"{url!r} is not the url of a store: give s3://bucket/run, a folder, or memory://NAME")
+    url = str(url)
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme == "memory":
+        if not rest:
+            raise ValueError("memory:// needs a name: memory://NAME, the same for all islands of this process")
+        client: Any = _memory.setdefault(rest, obstore.store.MemoryStore())
+    elif not separator or scheme == "file":
+        folder = Path(rest if separator else url).expanduser().absolute()
+        client, url = _folder(folder, options), str(folder)
+    elif scheme in SCHEMES:
+        client = _remote(url, timeout, options)
+    else:
+        known = "s3://, gs://, az://, file://, memory:// or a plain path"
+        raise ValueError(f"{url} is no store that isles knows: use {known}")
+    return ObjectStore(url, client, _key(key))
+
+
+def _folder(folder: Path, options: dict[str, Any]) -> Any:
+    import obstore.store
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return obstore.store.LocalStore(folder, **options)
+    except OSError as error:
+        raise ValueError(f"cannot use the folder {folder} as a store: {error.strerror or error}") from None
+
+
+def _remote(url: str, timeout: float, options: dict[str, Any]) -> Any:
+    import obstore.store
+
+    seconds = f"{max(REQUEST_SECONDS, timeout / 4):.0f}s"
+    endpoint = str(
+        options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    )
+    client = {"timeout": seconds, "connect_timeout": "15s", "allow_http": str(endpoint).startswith("http://")}
+    client |= options.pop("client_options", {})
+    retry = {"max_retries": 1, **options.pop("retry_config", {})}  # the protocol tries again by itself
+    try:
+        return obstore.store.from_url(url, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]
+    except Exception as error:
+        raise ValueError(f"cannot open the store {url}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _key(key: str | bytes | None) -> bytes | None:
+    key = os.environ.get(KEY_VARIABLE) if key is None else key
+    if not key:
+        return None
+    return key.encode() if isinstance(key, str) else key
+
+
+def probe_store(url: str, key: str | bytes | None = None, **options: Any) -> None:
+    """Raises ValueError, with what is wrong, unless isles can work with this store: it can be read and written, and of
+    two creates of one name the second one fails.
+    """
+    probe(open_store(url, key, **options))
+
+
+def probe(store: ObjectStore) -> None:
+    """The same for a store that is open."""
+    name, bodies = f"probes/{uuid.uuid4().hex}", [b"first", b"second"]
+    with _removed(store, name):
+        first, second = (store.perform(Operation("create", name, body)) for body in bodies)
+        if first.status == "again":  # such things happen: once more
+            first = store.perform(Operation("create", name, bodies[0]))
+        if first.status not in ("ok", "exists"):
+            advice = "check that it exists, and that these credentials may write to it"
+            raise ValueError(f"cannot write to {store.url}: {first.value}: {advice}")
+        if second.status == "ok":
+            raise ValueError(
+                f"{store.url} let two creates of one name both succeed: it ignores If-None-Match, and islands would "
+                "overwrite each other's decisions. Use another store, or a newer version of this one"
+            )
+        found = store.perform(Operation("get", name))
+        if found.status != "ok":
+            raise ValueError(f"cannot read what was written to {store.url}: {found.value or found.status}")
+        if found.value != bodies[0]:
+            raise ValueError(f"{store.url} returned other bytes than were written: use another store")
+
+
+@contextlib.contextmanager
+def _removed(store: ObjectStore, name: str) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        store.perform(Operation("delete", name))
