@@ -139,10 +139,13 @@ class DiLoCo:
     def _exchange(self) -> None:
         """What is due after this step."""
         self.step_count += 1
+        self._rounds.step, self._finished = self.step_count, False
+        self._advance(self._membership.reach(self.clock + 1))
+
+    def _advance(self, clock: int) -> None:
+        """Does what is due up to this clock: one step, but for an island that is behind the others."""
         rounds, schedule = self._rounds, self.schedule
-        rounds.step, self._finished = self.step_count, False
-        reached = self._membership.reach(self.clock + 1)
-        while self.clock < reached:  # one step, but for an island that is behind
+        while self.clock < clock:
             self.clock += 1
             for due in schedule.sends(self.clock):
                 if not self.fragments[due.fragment].is_empty:
@@ -227,7 +230,7 @@ class DiLoCo:
 
     def _finish(self) -> None:
         self._membership.finish(self.step_count)
-        self._rounds.close()
+        self._rounds.close(catch_up=lambda: self._advance(self._membership.reach(self.clock)))
         if self.method.update == "eager":
             self._membership.average_anchors(self._rounds.anchors())
         self._show_anchors()

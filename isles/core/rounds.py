@@ -352,18 +352,22 @@ class Rounds:
         self.stats.bytes_sent += sent
         self.stats.bytes_received += received
 
+    def _unsent(self) -> list[int]:
+        """Fragments with steps that are in no payload."""
+        return [index for index in range(len(self.fragments)) if self._unsent_steps(index)]
+
     def _unsent_steps(self, index: int) -> int:
         return self.step - self.offload.take(index).sent_step + self._uncounted[index]
 
     # ---- at the end
 
-    def close(self) -> None:
+    def close(self, catch_up: Callable[[], None]) -> None:
         """Sends what was learned since the last sends, and takes the outer steps of all rounds in flight, these last
         ones included. A fragment that has never had an outer step becomes the mean of the islands' weights instead: a
         first, short step would lose much of what was learned (docs/log.md, "The closing round").
         """
         if self._elastic:
-            self._close_elastic(self._elastic)
+            self._close_elastic(self._elastic, catch_up)
             return
         for index, state in enumerate(self.offload.settle()):
             if state.sent_step < self.step and not self.fragments[index].is_empty:
@@ -373,17 +377,16 @@ class Rounds:
                 self._close_round(Due(index, number))
             self.offload.write_back()
 
-    def _close_elastic(self, world: ElasticWorld) -> None:
+    def _close_elastic(self, world: ElasticWorld, catch_up: Callable[[], None]) -> None:
         """The same where islands come and go: what is left is sent to the next rounds of the log, before their time.
-        Should others complete these without it, it goes to the rounds after them.
+        Should others complete these without it, it goes to the rounds after them. `catch_up` goes to where they are.
         """
-        while True:
-            unsent = [index for index in range(len(self.fragments)) if self._unsent_steps(index)]
-            for place in world.last_rounds(unsent):
+        while self._unsent():
+            catch_up()
+            for place in world.last_rounds(self._unsent()):
                 self.send(Due(*place), closing=True)
             self._wait_for_all(world)
-            if not unsent:
-                break
+        self._wait_for_all(world)
 
     def _wait_for_all(self, world: ElasticWorld) -> None:
         """Takes the outer steps of all rounds in flight. Theta is then the anchor and what nobody has counted."""

@@ -393,7 +393,8 @@ class Member:
             found = self._round(number)
             found.seen[answer.value.island] = answer.value
             if not answer.value.closing:  # an island that ends sends before its time: nobody has to hurry for that
-                found.began = min(found.began, found.absent_at)
+                before = self._rounds.get(number - 1, found).began  # who sends, sends in order
+                found.began = min(found.began, max(found.absent_at, before if before < math.inf else -math.inf))
             self._found_time = now
 
     def _looked(self, now: float) -> None:

@@ -186,9 +186,9 @@ class StoreWorld:
         return self._joined.numbering.number(fragment, round)
 
     def last_rounds(self, fragments: Sequence[int]) -> list[tuple[int, int]]:
-        """The rounds after the last one that was sent, until each of these fragments has had one."""
+        """The rounds after the last one that was sent or sealed, until each of these fragments has had one."""
         session, wanted = self._joined, set(fragments)
-        number, places = session.last_sent, []
+        number, places = max(session.last_sent, session.driver.member.log.tail), []
         while wanted:
             number += 1
             place = session.numbering.place(number)
