@@ -99,13 +99,23 @@ class Member:
     """One island's part in the protocol; see the module's docstring.
 
     `own` says what this process would make if there were no run yet; `start` are the parts of `own.start`, by name.
-    `token` is unlike that of any other process, ever. Call `wake` whenever `wake_at` is reached. After every call, and
-    at the start, start what `operations()` gives. Errors are raised by whatever call meets them, and are final.
+    `token` is unlike that of any other process, ever. Who observes reads the log to its end, and takes no number. Call
+    `wake` whenever `wake_at` is reached. After every call, and at the start, start what `operations()` gives. Errors
+    are raised by whatever call meets them, and are final.
     """
 
     def __init__(
-        self, own: Run, start: dict[str, Any], numbering: Numbering, settings: Settings, token: str, now: float
+        self,
+        own: Run,
+        start: dict[str, Any],
+        numbering: Numbering,
+        settings: Settings,
+        token: str,
+        now: float,
+        *,
+        observe: bool = False,
     ) -> None:
+        self._observe = observe
         self.number: int | None = None
         """This island's number; another one when it comes back after a long absence."""
         self.joined = self.left = False
@@ -413,6 +423,8 @@ class Member:
         if stride > 1 or newcomers:
             self._found_time = now
             self._look(now)
+        elif self._is_lost() and self._observe:
+            self.joined = True
         elif self._is_lost():
             self.number = None
             self._claim(self.log.known, now)

@@ -66,7 +66,8 @@ class StoreWorld:
     `quorum` is the least number of islands in a round. `patience` is for how many seconds after its own send an island
     waits for others; None: chosen from the step and the overlap; math.inf: nobody is ever left out. `timeout` is how
     long, in seconds, a store may keep failing. `key` (or ISLES_STORE_KEY) is a secret that all islands share.
-    `snapshot_every` is in rounds; None: 16 periods. `options` go to obstore: endpoint, region, credentials.
+    `snapshot_every` is in rounds; None: 16 periods. With `observe` it reads the global model, which needs no rights to
+    write, and takes no part. `options` go to obstore: endpoint, region, credentials.
 
     >>> world = StoreWorld("memory://doctest", patience=5.0)
     >>> world.size
@@ -82,6 +83,7 @@ class StoreWorld:
         timeout: float = 600.0,
         key: str | bytes | None = None,
         snapshot_every: int | None = None,
+        observe: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1:
@@ -94,7 +96,11 @@ class StoreWorld:
             raise ValueError(f"snapshot_every={snapshot_every!r} must be a number of rounds, at least 1")
         check_byte_order()
         self.store = open_store(url, key, timeout, **options)
-        probe(self.store)
+        if not observe:
+            probe(self.store)
+        elif self.store.get(RUN) is None:
+            raise ValueError(f"there is no run in {self.store.url}")
+        self._observe = observe
         self.url, self._patience, self._snapshot_every = self.store.url, patience, snapshot_every
         poll = LOCAL_POLL if self.store.is_local else POLL
         self._settings = Settings(
@@ -115,7 +121,17 @@ class StoreWorld:
     @property
     def size(self) -> int:
         """How many islands were in the last round."""
-        return 1 if self._session is None else self._session.size
+        return max(1, len(self.members))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the islands that were in the last round."""
+        return () if self._session is None else self._session.members
+
+    @property
+    def last_round(self) -> int:
+        """How many rounds of the log are in the global model."""
+        return max(0, self._joined.driver.member.taken)
 
     @property
     def clock(self) -> int:
@@ -138,7 +154,7 @@ class StoreWorld:
         settings = replace(self._settings, snapshot_every=every, max_payload_bytes=largest)
         token = uuid.uuid4().hex
         own, parts = self._own_run(joining, numbering, token)
-        make = lambda now: Member(own, parts, numbering, settings, token, now)
+        make = lambda now: Member(own, parts, numbering, settings, token, now, observe=self._observe)
         check = _Check(joining.codec, joining.numels, numbering)
         self._session = _Session(Driver(self.store, make, check), joining, numbering, self._patience)
         weakref.finalize(self, self._session.driver.stop)
@@ -217,7 +233,8 @@ class _Session:
     """
 
     def __init__(self, driver: Driver, joining: Joining, numbering: Numbering, patience: float | None) -> None:
-        self.driver, self.numbering, self.size, self.last_sent = driver, numbering, 1, 0
+        self.driver, self.numbering, self.last_sent = driver, numbering, 0
+        self.members: tuple[int, ...] = ()
         self._joining, self._patience = joining, patience
         self._sent: dict[int, Payload] = {}
         self._own: dict[int, bytes] = {}
@@ -241,7 +258,7 @@ class _Session:
                 break
         self.last_sent = self.numbering.last_sent(member.clock)
         if member.log.tail:
-            self.size = len(member.log[member.log.tail].islands)
+            self.members = member.log[member.log.tail].islands
 
     def leave(self) -> None:
         if self._left:
@@ -320,7 +337,7 @@ class _Session:
     def _mean(self, decision: Apply) -> Mean:
         self._decided[decision.number] = decision
         mean: Mean = self.driver.averaged(decision.number, decision.contributions)
-        self.size = len(decision.contributions)
+        self.members = tuple(each.island for each in decision.contributions)
         return replace(mean, included=decision.included, closing=decision.closing)
 
     def _snapshot(self, decision: Load) -> Snapshot:

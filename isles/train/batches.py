@@ -49,11 +49,12 @@ class Batch(NamedTuple):
 class Batches:
     """The training batches of one island.
 
-    An island that has a source of its own (non-iid) is alone with it: `island=0, islands=1`.
+    An island that has a source of its own (non-iid) is alone with it: `island=0, islands=1`. So is one of a set that
+    changes, which reads all of the text in an order of its own: its number is then in the seed.
     """
 
     def __init__(
-        self, tokens: TokenSet, *, seed: int, island: int, islands: int, batch_size: int, sequence_length: int
+        self, tokens: TokenSet, *, seed: int | str, island: int, islands: int, batch_size: int, sequence_length: int
     ) -> None:
         for name, value in (("islands", islands), ("batch_size", batch_size), ("sequence_length", sequence_length)):
             if value < 1:

@@ -11,10 +11,10 @@ from typing import Any
 
 from isles import flags
 from isles.core.method import Method
-from isles.train import setup
+from isles.train import setup, store_run
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
-from isles.train.launch import LOST_PEER, STOPPED, launch, watching
+from isles.train.launch import LOST_PEER, STOPPED, launch, launch_elastic, watching
 from isles.view import report
 from isles.view.runs import Run
 from isles.view.table import table
@@ -30,7 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Trains, prints a table, returns the summary; under torchrun only rank 0 does so."""
-    wanted = setup.resolve(flags.given(args, TrainConfig), flags.given(args, Method))
+    chosen, knobs = flags.given(args, TrainConfig), flags.given(args, Method)
+    if chosen.get("store"):
+        wanted = store_run.resolve(chosen, knobs)
+        setup.save(wanted)
+        return _show(launch_elastic(wanted.config))
+    wanted = setup.resolve(chosen, knobs)
     if "RANK" in os.environ:
         summary = _one_rank(wanted)
     else:
@@ -41,10 +46,13 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
             prepare_data(wanted.config, island, say=lambda line: print(line, file=sys.stderr))
         setup.claim(wanted)
         summary = launch(wanted.config)
-    if summary is not None:
-        done = Run.load(summary["run_dir"])
-        page = report.write([done], Path(summary["run_dir"]) / "report.html")
-        print(f"{table([done])}\nreport: {page}")
+    return summary if summary is None else _show(summary)
+
+
+def _show(summary: dict[str, Any]) -> dict[str, Any]:
+    done = Run.load(summary["run_dir"])
+    page = report.write([done], Path(summary["run_dir"]) / "report.html")
+    print(f"{table([done])}\nreport: {page}")
     return summary
 
 

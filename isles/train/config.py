@@ -25,7 +25,17 @@ class TrainConfig:
     overwrite: bool = False
     """Remove a run that is there already."""
     islands: int = 2
-    """Islands to start on this machine; under torchrun they are counted from the ranks."""
+    """Islands to start on this machine; under torchrun they are counted from the ranks, with --store it is 1 by
+    default.
+    """
+    store: str = ""
+    """A bucket or folder that joins islands which come and go: s3://bucket/run, gs://, az://, a path. The first one
+    makes the run, the next ones join it; --steps is then the clock at which it ends.
+    """
+    quorum: int = 1
+    """With --store: the least number of islands in a round."""
+    patience_seconds: float | None = None
+    """With --store: how long to wait for an island that is late (default: by the step and the overlap)."""
     ranks_per_island: int = 0
     """Under torchrun: ranks that make one island and share its model (0: all ranks of a node; if there is only one
     node, each rank is an island).
@@ -107,13 +117,13 @@ class TrainConfig:
     """Weights & Biases project to log to."""
 
     def __post_init__(self) -> None:
-        for name in ("islands", "steps", "batch_size", "accumulate", "sequence_length", "keep_checkpoints"):
+        for name in ("islands", "quorum", "steps", "batch_size", "accumulate", "sequence_length", "keep_checkpoints"):
             self._require(name, lambda value: value >= 1, "at least 1")
         whole = ("ranks_per_island", "warmup_steps", "eval_every", "eval_tokens", "checkpoint_every", "threads")
         for name in (*whole, "sample_tokens", "weight_decay", "z_loss", "seed"):
             if getattr(self, name) is not None:
                 self._require(name, lambda value: value >= 0, "0 or more")
-        for name in ("learning_rate", "clip", "timeout_seconds"):
+        for name in ("learning_rate", "clip", "timeout_seconds", "patience_seconds"):
             if getattr(self, name) is not None:
                 self._require(name, lambda value: value > 0, "greater than 0")
         self._require("final_learning_rate", lambda value: 0 <= value <= 1, "from 0 to 1, a fraction of the peak")

@@ -51,6 +51,39 @@ def launch(config: TrainConfig) -> dict[str, Any]:
     return summary_of(folder)
 
 
+def launch_elastic(config: TrainConfig) -> dict[str, Any]:
+    """Runs islands that come and go, on this machine: each until it is done, whatever becomes of the others. The first
+    Ctrl-C lets them leave.
+    """
+    folder = Path(config.run)
+    (folder / STOP_FILE).unlink(missing_ok=True)
+    with watching(config):
+        islands = [_start(config, rank) for rank in range(config.islands)]
+        try:
+            try:
+                codes = [island.wait() for island in islands]
+            except KeyboardInterrupt:
+                (folder / STOP_FILE).touch()
+                codes = [island.wait() for island in islands]
+        finally:
+            for island in islands:
+                if island.poll() is None:
+                    island.kill()
+                island.wait()
+    again = "start the same command again to go on"
+    if all(code == 0 for code in codes):
+        return summary_of(folder)
+    if any(code == STOPPED for code in codes) and all(code in (0, STOPPED) for code in codes):
+        print(f"isles train: {_last_line(config, codes.index(STOPPED))}; {again}", file=sys.stderr)
+        raise SystemExit(STOPPED)
+    failed = next(rank for rank, code in enumerate(codes) if code not in (0, STOPPED))
+    if codes[failed] == USER_MISTAKE:
+        raise ValueError(_last_line(config, failed))
+    why = f"was ended by {signal.Signals(-codes[failed]).name}" if codes[failed] < 0 else _last_line(config, failed)
+    where = f"{config.run}/island-{failed}.log"
+    raise SystemExit(f"isles train: an island started here failed: {why} (full output: {where}); {again}")
+
+
 @contextmanager
 def watching(config: TrainConfig) -> Iterator[None]:
     """Shows the run's progress, and feeds other viewers of the event log, until the block ends."""
@@ -92,17 +125,13 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in ends[-1].items() if name not in ("event", "time", "island")}
 
 
-def _start(config: TrainConfig, rank: int, rendezvous: Path) -> subprocess.Popen[bytes]:
+def _start(config: TrainConfig, rank: int, rendezvous: Path | None = None) -> subprocess.Popen[bytes]:
+    """Starts an island; without a rendezvous it finds the others by itself."""
     size = str(config.islands)
     threads = str(config.threads or max(1, (os.cpu_count() or 1) // config.islands))
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "ISLES_RENDEZVOUS": str(rendezvous),
-        "OMP_NUM_THREADS": threads,
-    }
+    environment = os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": threads}
+    if rendezvous is not None:
+        environment |= {"RANK": str(rank), "WORLD_SIZE": size, "ISLES_RENDEZVOUS": str(rendezvous)}
     with (Path(config.run) / f"island-{rank}.log").open("wb") as log:
         command = [sys.executable, "-m", "isles.train.worker", config.run]
         # Its own session: a Ctrl-C in the terminal is for this process alone, which passes it on in an orderly way.

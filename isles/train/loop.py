@@ -30,6 +30,7 @@ from isles.train.run_log import RunLog, Totals
 from isles.train.shards import ShardedCheckpoints
 from isles.train.step import autocast, backward, inner_optimizer, update
 from isles.train.synchronise import DataParallel, Islands, Synchroniser
+from isles.train.tokens import TokenSet
 
 
 class Stopped(Exception):
@@ -186,38 +187,37 @@ class Trainer:
             self.model = self.model if whole is None else whole
         more: dict[str, Any] = {}
         if place.rank == 0:
-            for file in filter(None, config.evals.split(",")):
-                more[Path(file).name.split(".")[0]] = evals.multiple_choice(
-                    self.model,
-                    self.tokens.encode,
-                    file,
-                    start=self.tokens.end_of_text,
-                    context_length=config.sequence_length,
-                )
+            more = final_evals(self.model, self.tokens, config)
             if config.sample_tokens:
-                self.log.write("sample", **self._sample())
+                self.log.write("sample", **final_sample(self.model, self.tokens, config))
         summary = {**found, **more, **self.log.summary(config.as_dict(), parameters)}
         if place.rank == 0:
             export.save_weights(self.model, self.folder / export.WEIGHTS)
         self.log.write("end", **summary)
         return summary
 
-    def _sample(self) -> dict[str, str]:
-        """A continuation of the beginning of the validation text, by the global model."""
-        prompt = self.tokens.validation[:32].tolist()  # the first is the end-of-text token that starts a document
-        ids = sample.generate(
-            self.model,
-            prompt,
-            self.config.sample_tokens,
-            seed=self.config.seed,
-            context_length=self.config.sequence_length,
-        )
-        return {"prompt": self.tokens.decode(prompt[1:]), "text": self.tokens.decode(ids)}
-
     def _log_eval(self, step: int, found: dict[str, float]) -> None:
         sent, wall = self.log.total()["bytes_sent"], time.time() - self.log.began
         tokens = step * self.log.tokens_per_step
         self.log.write("eval", step=step, tokens=tokens, bytes_sent=sent, wall_seconds=wall, **found)
+
+
+def final_evals(model: nn.Module, tokens: TokenSet, config: TrainConfig) -> dict[str, Any]:
+    """The multiple-choice sets of a run, by name."""
+    start, length = tokens.end_of_text, config.sequence_length
+    return {
+        Path(file).name.split(".")[0]: evals.multiple_choice(
+            model, tokens.encode, file, start=start, context_length=length
+        )
+        for file in filter(None, config.evals.split(","))
+    }
+
+
+def final_sample(model: nn.Module, tokens: TokenSet, config: TrainConfig) -> dict[str, str]:
+    """A continuation of the beginning of the validation text, by the global model."""
+    prompt = tokens.validation[:32].tolist()  # the first is the end-of-text token that starts a document
+    ids = sample.generate(model, prompt, config.sample_tokens, seed=config.seed, context_length=config.sequence_length)
+    return {"prompt": tokens.decode(prompt[1:]), "text": tokens.decode(ids)}
 
 
 def stop_step(folder: Path) -> int | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import isles
-from isles.core.fragments import find_layers
+from isles.core.fragments import Fragment, find_layers
 from isles.core.island import is_sharded
 from isles.train.place import Place
 from isles.view.events import EventLog
@@ -127,13 +127,7 @@ class Islands:
         self._before = self._spent()  # the steps before the checkpoint are part of it
 
     def describe(self) -> dict[str, Any]:
-        layers = find_layers(self._plain)
-        fragments = []
-        for fragment in self.diloco.fragments:
-            inside = [str(number) for number, layer in enumerate(layers) if set(layer) & set(fragment.names)]
-            numel = sum(parameter.numel() for parameter in fragment.parameters)
-            fragments.append({"numel": numel, "layers": ",".join(inside) or "outside the layers"})
-        return {**_size_of(self._plain), "fragments": fragments}
+        return describe(self._plain, self.diloco.fragments)
 
 
 class DataParallel:
@@ -191,6 +185,16 @@ class DataParallel:
 
     def describe(self) -> dict[str, Any]:
         return {**_size_of(self._plain), "fragments": []}
+
+
+def describe(model: nn.Module, cut: Sequence[Fragment]) -> dict[str, Any]:
+    """A model and its fragments, for the event log."""
+    layers, fragments = find_layers(model), []
+    for fragment in cut:
+        inside = [str(number) for number, layer in enumerate(layers) if set(layer) & set(fragment.names)]
+        numel = sum(parameter.numel() for parameter in fragment.parameters)
+        fragments.append({"numel": numel, "layers": ",".join(inside) or "outside the layers"})
+    return {**_size_of(model), "fragments": fragments}
 
 
 def _size_of(model: nn.Module) -> dict[str, int]:

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 import isles
+from isles.train.elastic import ElasticTrainer
 from isles.train.launch import FAILED, LOST_PEER, STOPPED, USER_MISTAKE
 from isles.train.loop import Stopped, Trainer
 from isles.train.place import find_place, leave
@@ -20,6 +21,10 @@ def main(folder: str) -> int:
     """Trains; the last line printed is the reason if the exit code is not 0."""
     try:
         setup = load(Path(folder))
+        method = setup.method()
+        if setup.config.store and method is not None:
+            ElasticTrainer(setup.config, method).run()
+            return 0
         Trainer(setup.config, setup.method(), find_place(setup.config)).run()
         leave()
         return 0

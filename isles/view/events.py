@@ -12,6 +12,10 @@ seconds since the epoch. A number that is not finite is written as null. `island
                 island, in this step), tokens (of all islands, so far)
     send        island, step, fragment, round, num_bytes
     apply       island, step, fragment, round, seconds (waited)
+    join        island, step, fragment, round      and leave: an island of a set that changes has come, or goes
+    seal        island, step, fragment, round      it has completed the round for all
+    excluded    island, step, fragment, round      the others completed the round without what it had sent
+    catch_up    island, step, fragment, round      it has applied a round to which it had sent nothing
     nonfinite   island, step, fragment, round      weights were not finite: the island sits out the fragment's round
     eval        island, step, tokens, val_loss, val_bits_per_byte, bytes_sent (all islands, so far), wall_seconds
     island      island, rank, pid, host      a process has started
@@ -56,12 +60,13 @@ class EventLog:
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             os.write(self._descriptor, b"\n")  # a crash tore the last line: the next event must not be glued to it
 
-    def write(self, event: str, **fields: Any) -> None:
-        """Appends one event, stamped with the time."""
+    def write(self, event: str, **fields: Any) -> str:
+        """Appends one event, stamped with the time; returns its line."""
         record = {"event": event, "time": time.time(), **{name: _plain(value) for name, value in fields.items()}}
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         if os.write(self._descriptor, line) != len(line):
             raise OSError(f"{self.path}: an event was cut short while it was written; is the disk full?")
+        return line.decode()
 
     def close(self) -> None:
         """Closes the file; closing twice does nothing."""

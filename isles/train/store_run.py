@@ -1,0 +1,118 @@
+"""A run in a store: the settings that all its islands share, its tokenizer, and the final model.
+
+    train.json                   the resolved configuration          put-if-absent, by whoever makes the run
+    tokenizer.json               what turns text into tokens         before it
+    final/KKKKKKKK/...           the model after the last round K, and its evaluation
+
+Whoever comes later takes model, method, tokenizer and data from there, so the same command works on every machine at
+any time. A flag that says something else than the run is a mistake, and is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from isles.elastic.store import ObjectStore, open_store, probe
+from isles.train.config import TrainConfig
+from isles.train.data import prepare_data
+from isles.train.setup import FILE, Setup
+
+SETTINGS, TOKENIZER, FINAL = "train.json", "tokenizer.json", "final/"
+OWN = {
+    *("run", "resume", "overwrite", "islands", "store", "quorum", "patience_seconds", "timeout_seconds"),
+    *("threads", "device", "tensorboard", "wandb", "sample_tokens", "evals", "eval_tokens"),
+    *("checkpoint_every", "keep_checkpoints"),
+}
+"""Fields in which islands of one run may differ."""
+MAX_MODEL_BYTES = 1 << 40
+
+
+def resolve(chosen: dict[str, Any], knobs: dict[str, Any]) -> Setup:
+    """The run behind `--store` with these flags; makes it if there is none. Raises ValueError for flags that differ."""
+    store = open_store(chosen["store"])
+    probe(store)
+    own = {"islands": 1, **chosen, "store": store.url}
+    if not own.get("run"):
+        own["run"] = f"runs/{store.url.rstrip('/').rpartition('/')[2] or 'store'}"
+    data = store.get(SETTINGS)
+    if data is None:
+        _make(store, Setup(TrainConfig(**own), knobs))
+        data = store.get(SETTINGS)
+        assert data is not None
+    there = _parse(data, store.url)
+    for kind, given, known in (("", chosen, there["config"]), ("", knobs, there["knobs"])):
+        for name, value in given.items():
+            if name not in OWN and value != known.get(name) and not (kind == "" and name == "tokenizer"):
+                flag = f"--{name.replace('_', '-')}"
+                said = known.get(name, "another value")
+                raise ValueError(f"the run in {store.url} has {flag} {said}, not {value}: leave {flag} out to join it")
+    shared = {name: value for name, value in there["config"].items() if name not in OWN}
+    mine = {name: value for name, value in own.items() if name in OWN}
+    setup = Setup(TrainConfig(**{**shared, **mine}), there["knobs"])
+    return _with_tokenizer(store, setup)
+
+
+def _make(store: ObjectStore, setup: Setup) -> None:
+    """Makes the run, unless somebody else is faster."""
+    if setup.config.method == "data-parallel":
+        raise ValueError("--store joins islands, and --method data-parallel has none: choose another method")
+    method = setup.method()
+    if method is not None and method.update == "eager":
+        raise ValueError("--store does not go with eager updates: use --method distant, which is as late")
+    if setup.config.island_data:
+        raise ValueError("--island-data names a source per island, and with --store their number is not known")
+    tokens, _ = prepare_data(setup.config, 0)
+    store.put(TOKENIZER, Path(tokens.tokenizer_file).read_bytes(), create=True)
+    text = {"config": setup.config.as_dict(), "knobs": setup.knobs}
+    store.put(SETTINGS, json.dumps(text, indent=1).encode(), create=True)
+
+
+def _parse(data: bytes, url: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+        TrainConfig(**found["config"])
+        return {"config": dict(found["config"]), "knobs": dict(found["knobs"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{SETTINGS} in {url} is not the configuration of a run ({error})") from None
+
+
+def _with_tokenizer(store: ObjectStore, setup: Setup) -> Setup:
+    """Makes the local folder, with the run's own tokenizer in it."""
+    folder = Path(setup.config.run)
+    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).exists():
+        raise ValueError(f"--run {folder} exists and is no run: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    data = store.get(TOKENIZER, limit=1 << 30)
+    if data is None:
+        raise ValueError(f"{store.url} has a run without {TOKENIZER}: it was removed, start another run")
+    (folder / TOKENIZER).write_bytes(data)
+    return dataclasses.replace(
+        setup, config=dataclasses.replace(setup.config, tokenizer=str((folder / TOKENIZER).absolute()))
+    )
+
+
+def load(url: str) -> tuple[ObjectStore, dict[str, Any]]:
+    """The store of a run that is there, and its settings."""
+    store = open_store(url)
+    data = store.get(SETTINGS)
+    if data is None:
+        raise ValueError(f"there is no run of isles train in {url}")
+    return store, _parse(data, url)
+
+
+def publish(store: ObjectStore, number: int, weights: Path, summary: dict[str, Any]) -> None:
+    """The final model after round `number`, and what is known of it; the same by whoever writes it."""
+    store.put(f"{FINAL}{number:08d}/model.safetensors", weights.read_bytes(), create=True)
+    store.put(f"{FINAL}{number:08d}/summary.json", json.dumps(summary).encode(), create=True)
+
+
+def final(store: ObjectStore) -> tuple[int, dict[str, Any]] | None:
+    """The newest final model: its round, and its summary. None if the run has not come to its end."""
+    names = [name for name in store.list(FINAL) if name.endswith("/summary.json")]
+    if not names:
+        return None
+    name = max(names)
+    return int(name.split("/")[-2]), json.loads(store.get(name) or b"{}")
