@@ -16,6 +16,7 @@ says what to write instead. This module imports no torch, so that a command line
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -212,7 +213,7 @@ class Method:
         part = max(0, after) / self.warmup_rounds if self.warmup_rounds else 0.0
         return 1 + part * (self.outer_lr - 1), part * self.outer_momentum
 
-    @property
+    @functools.cached_property
     def dense_rounds(self) -> int:
         """Rounds of the dense start."""
         return sum(rounds for rounds, _ in self.dense_start)

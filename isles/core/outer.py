@@ -27,7 +27,7 @@ from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.wire import fused
 from isles.wire.codec import Codec
-from isles.wire.packing import empty, is_finite, memory_of
+from isles.wire.packing import empty, is_finite, memory_of_all
 
 Position = tuple[Tensor, Tensor | None]
 """An anchor and its velocity, if there is momentum."""
@@ -149,11 +149,7 @@ def outer_gradient(anchor: Tensor, fragment: Fragment, residual: Tensor | None) 
 def encoded_outer_gradient(anchor: Tensor, fragment: Fragment, codec: Codec) -> tuple[Tensor, bool] | None:
     """Its payload in one pass over memory, and whether it is finite; None where `isles.wire.fused` cannot do that."""
     tensors = fragment.tensors_in_place()
-    if tensors is None or not anchor.is_cpu:
-        return None
-    payload = torch.empty(codec.num_bytes(fragment.numel), dtype=torch.uint8)
-    finite = fused.encode_difference(codec, anchor, tensors, payload)
-    return None if finite is None else (payload, finite)
+    return None if tensors is None else fused.encode_difference(codec, anchor, tensors)
 
 
 def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:
@@ -173,10 +169,10 @@ def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:
 
 def mix_in_place(thetas: Sequence[Tensor], anchor: Tensor, alpha: float) -> bool:
     """The same in one pass, theta being several tensors one after the other; returns whether it was done."""
-    group, whole = fused.kernels(fused.OUTER), memory_of(anchor)
-    parts = [part for theta in thetas if (part := memory_of(theta)) is not None]
-    if group is None or whole is None or len(parts) < len(thetas):
+    group, arrays = fused.kernels(fused.OUTER), memory_of_all([anchor, *thetas])
+    if group is None or arrays is None:
         return False
+    whole, *parts = arrays
     first = 0
     for part in parts:
         group["mix"](part, whole, first, alpha)
@@ -187,10 +183,10 @@ def mix_in_place(thetas: Sequence[Tensor], anchor: Tensor, alpha: float) -> bool
 
 def _run_kernel(name: str, vectors: Sequence[Tensor], *numbers: float) -> bool:
     """Runs a kernel of the outer step, if it is compiled and all vectors are plain memory; returns whether it did."""
-    group, arrays = fused.kernels(fused.OUTER), [memory_of(vector) for vector in vectors]
-    if group is None or any(array is None for array in arrays):
+    group, arrays = fused.kernels(fused.OUTER), memory_of_all(vectors)
+    if group is None or arrays is None:
         return False
-    assert len({len(array) for array in arrays if array is not None}) == 1
+    assert len(set(map(len, arrays))) == 1
     group[name](*arrays, *numbers)
     return True
 

@@ -126,13 +126,12 @@ class Rounds:
             delta = torch.zeros_like(state.anchor)
             self.stats.nonfinite_rounds += 1
             self.tell("nonfinite", due)
-        encoded: Tensor | Callable[[], Tensor] = functools.partial(self._encode, delta)
-        if eager or state.residual is not None or _is_encoded(delta) or not delta.is_cpu:
-            encoded = self._encode(delta)
+        later = delta.is_cpu and not _is_encoded(delta) and not eager and state.residual is None
+        encoded = functools.partial(self._encode, delta) if later else self._encode(delta)
         ordinary = not closing and due.round > self._method.dense_rounds
         sent = Sent(weight / self.total_weight if eager and ordinary else 0.0, closing, steps)
-        aside = functools.partial(self._step_aside, state, sent, due.round)
-        then = aside if self._steps_in_background and ordinary else None
+        in_background = self._steps_in_background and ordinary
+        then = functools.partial(self._step_aside, state, sent, due.round) if in_background else None
         where = (due.fragment, due.round, self.codec, fragment.numel)
         sent.payload = Payload(*where, weight, encoded, self.step, steps, closing, then=then)
         if state.residual is not None and not sits_out:

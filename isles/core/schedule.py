@@ -107,9 +107,11 @@ class _Stage:
     earlier_rounds: int
 
     def sends(self, step: int) -> tuple[Due, ...]:
-        after = step - self.begin
-        turns = self._turns.get(after % self.every) if after > 0 else None
-        return () if turns is None else tuple([Due(p, self._round(p, after)) for p in turns])
+        periods, place = divmod(step - self.begin, self.every)
+        if step <= self.begin or place not in self._turns:
+            return ()
+        number = self.earlier_rounds + periods + (1 if place > 0 else 0)
+        return tuple([Due(fragment, number) for fragment in self._turns[place]])
 
     @functools.cached_property
     def _turns(self) -> dict[int, list[int]]:
@@ -118,7 +120,3 @@ class _Stage:
         for fragment, offset in enumerate(self.offsets):
             turns.setdefault(offset, []).append(fragment)
         return turns
-
-    def _round(self, fragment: int, after: int) -> int:
-        offset = self.offsets[fragment]
-        return self.earlier_rounds + (after - offset) // self.every + (1 if offset > 0 else 0)

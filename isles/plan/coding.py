@@ -113,7 +113,7 @@ def _actions(codec: str, numel: int) -> list[Callable[[], None]]:
         torch.sub(anchor, weights, out=empty(numel))
 
     def encode() -> None:
-        if encode_difference(chosen, anchor, [weights], body) is None:
+        if encode_difference(chosen, anchor, [weights]) is None:
             if chosen.kernels:  # which are not compiled here
                 gradient()
             chosen.encode_if_finite(mean)

@@ -136,7 +136,7 @@ class Codec:
         return self.unpack(payload.view(-1, self.block_bytes)).reshape(-1)[:numel]
 
     def _check_payload(self, payload: Tensor, numel: int) -> None:
-        if payload.dtype != torch.uint8:
+        if payload.dtype is not torch.uint8:
             raise ValueError(f"a payload is a uint8 tensor, not {payload.dtype}")
         if payload.numel() != (wanted := self.num_bytes(numel)):
             found = f"this payload has {payload.numel()} bytes, but {numel} values in {self.name} take {wanted}"

@@ -15,14 +15,14 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from isles.wire.packing import Array, memory_of
+from isles.wire.packing import Array, memory_of, memory_of_all
 
 if TYPE_CHECKING:
     from isles.wire.codec import Codec
@@ -103,19 +103,21 @@ def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:
     return group["encode"](given, stored)
 
 
-def encode_difference(codec: Codec, anchor: Tensor, thetas: Sequence[Tensor], payload: Tensor) -> bool | None:
-    """Writes the payload of anchor - theta, theta being several tensors in a row; returns whether all is finite."""
+def encode_difference(codec: Codec, anchor: Tensor, thetas: Iterable[Tensor]) -> tuple[Tensor, bool] | None:
+    """The payload of anchor - theta, theta being several tensors in a row, and whether all of it is finite."""
     group = None if codec.stochastic else kernels(codec.kernels)
-    whole, stored = memory_of(anchor), _stored(codec, payload)
-    parts = [part for theta in thetas if (part := memory_of(theta)) is not None]
-    if group is None or whole is None or stored is None or len(parts) < len(thetas):
+    arrays = memory_of_all([anchor, *thetas])
+    if group is None or arrays is None:
         return None
-    finite, first, row = True, 0, np.empty((1, ROW), np.float32)
+    whole, *parts = arrays
+    payload = np.empty(codec.num_bytes(len(whole)), np.uint8)
+    stored, row = payload.view(STORED.get(codec.kernels, np.uint8)), np.empty((1, ROW), np.float32)
+    finite, first = True, 0
     for part in parts:
         finite &= group["encode_difference"](whole, part, first, row, stored)
         first += len(part)
     assert first == len(whole)
-    return finite
+    return torch.from_numpy(payload), finite
 
 
 def decode(codec: Codec, payload: Tensor, values: Tensor) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 MANTISSA_BITS = 23  # of fp32
 Array = np.ndarray[Any, Any]
 
@@ -21,7 +23,7 @@ def is_finite(values: Tensor) -> bool:
 
 def empty(numel: int, device: torch.device | None = None) -> Tensor:
     """Room for a new fp32 vector. On a CPU, numpy asks for large pages, which halves the time of the first pass."""
-    if device is not None and device.type != "cpu":
+    if device is not None and device != CPU:
         return torch.empty(numel, device=device)
     return torch.from_numpy(np.empty(numel, np.float32))
 
@@ -32,6 +34,17 @@ def memory_of(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Array | Non
         return None
     array: Array = tensor.numpy()
     return array.reshape(-1) if array.flags.carray else None
+
+
+def memory_of_all(tensors: Iterable[Tensor]) -> list[Array] | None:
+    """The same for several fp32 tensors; None if one of them is not such memory."""
+    arrays = []
+    for tensor in tensors:
+        array = memory_of(tensor)
+        if array is None:
+            return None
+        arrays.append(array)
+    return arrays
 
 
 def scale_of(blocks: Tensor, limit: int, round_up: bool) -> Tensor:

@@ -52,7 +52,7 @@ class Note(bytes):
         return note
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Payload:
     """One island's part in one round. An island that has nothing to contribute takes part with weight zero."""
 
@@ -78,8 +78,8 @@ class Payload:
     def body(self) -> Tensor:
         """What goes over the wire. Once it is made, what it was made of is released."""
         if callable(self.encoded):
-            object.__setattr__(self, "encoded", self.encoded())
-        return self.encoded  # type: ignore[return-value]
+            self.encoded = self.encoded()
+        return self.encoded
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +87,7 @@ class Payload:
         return self.codec.num_bytes(self.numel)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Mean:
     """The answer of a round, the same on every island but for `included` and `missed`."""
 
