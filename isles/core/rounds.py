@@ -126,8 +126,10 @@ class Rounds:
             delta = torch.zeros_like(state.anchor)
             self.stats.nonfinite_rounds += 1
             self.tell("nonfinite", due)
-        later = delta.is_cpu and not _is_encoded(delta) and not eager and state.residual is None
-        encoded = functools.partial(self._encode, delta) if later else self._encode(delta)
+        encoded: Tensor | Callable[[], Tensor] = delta
+        if delta.dtype is not torch.uint8:
+            here = eager or state.residual is not None or not delta.is_cpu
+            encoded = self._encode(delta) if here else functools.partial(self._encode, delta)
         ordinary = not closing and due.round > self._method.dense_rounds
         sent = Sent(weight / self.total_weight if eager and ordinary else 0.0, closing, steps)
         in_background = self._steps_in_background and ordinary
@@ -158,9 +160,7 @@ class Rounds:
             return outer_gradient(state.anchor, fragment, state.residual)
 
     def _encode(self, delta: Tensor) -> Tensor:
-        """The payload of Delta_m, if it is not one already."""
-        if _is_encoded(delta):
-            return delta
+        """The payload of Delta_m."""
         with phase("isles.encode"):
             return self.codec.encode(delta).cpu()
 
@@ -431,7 +431,3 @@ class Rounds:
         """An event, for whoever watches."""
         if self._on_event is not None:
             self._on_event(Event(kind, self.step, due.fragment, due.round, **more))
-
-
-def _is_encoded(delta: Tensor) -> bool:
-    return delta.dtype is torch.uint8

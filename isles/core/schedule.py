@@ -61,30 +61,35 @@ class Schedule:
 
     def sends(self, step: int) -> tuple[Due, ...]:
         """The rounds to send after this step, in the order in which every island sends them."""
-        return self._stage(step).sends(step)
+        steady = self._steady
+        return (steady if step > steady.begin else self._dense(step)).sends(step)
 
     def applies(self, step: int) -> tuple[Due, ...]:
         """The rounds whose results are to be applied after this step (after this step's sends)."""
-        if step <= self.start_steps:
+        steady = self._steady
+        if step <= steady.begin:
             return self.sends(step)
         late_by_rounds, overlap = divmod(self.lateness, self.sync_every)
-        sent = self._stages[-1].sends(step - overlap)
+        sent = steady.sends(step - overlap)
         return tuple([Due(p, number - late_by_rounds) for p, number in sent]) if late_by_rounds else sent
 
     @property
     def start_steps(self) -> int:
         """Where the dense start ends."""
-        return self._stages[-1].begin
+        return self._steady.begin
 
     @property
     def steady(self) -> Schedule:
         """The same without a dense start."""
         return replace(self, start=())
 
-    def _stage(self, step: int) -> _Stage:
-        if step > self.start_steps:
-            return self._stages[-1]
+    def _dense(self, step: int) -> _Stage:
+        """The stage of the dense start that a step is in."""
         return next((stage for stage in reversed(self._stages) if step > stage.begin), self._stages[0])
+
+    @functools.cached_property
+    def _steady(self) -> _Stage:
+        return self._stages[-1]
 
     @functools.cached_property
     def _stages(self) -> list[_Stage]:

@@ -112,7 +112,7 @@ class Codec:
         >>> total
         tensor([ 3., -4.])
         """
-        if into.dtype != torch.float32 or into.dim() != 1:
+        if into.dtype is not torch.float32 or into.dim() != 1:
             raise ValueError(f"accumulate adds to a flat fp32 tensor, not to {into.dtype} of shape {list(into.shape)}")
         self._check_payload(payload, into.numel())
         if into.numel() == 0:
