@@ -8,7 +8,6 @@ is nobody to gather numbers from: every island writes its own events, here and i
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -40,7 +39,7 @@ class ElasticTrainer:
     """One island."""
 
     def __init__(self, config: TrainConfig, method: isles.Method) -> None:
-        self.method, self.folder = method, Path(config.run)
+        self.method, self.folder, self._parent = method, Path(config.run), os.getppid()
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.islands))
         self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.tokens, self._train = prepare_data(config, 0)
@@ -114,7 +113,8 @@ class ElasticTrainer:
         return self._numbers[1]
 
     def _asked_to_stop(self) -> bool:
-        return (self.folder / STOP_FILE).exists()
+        """By a Ctrl-C, or because the process that started this one is gone."""
+        return (self.folder / STOP_FILE).exists() or os.getppid() != self._parent
 
     # ---- events
 
@@ -249,15 +249,3 @@ class Publisher:
                 return  # the next piece has these lines too
             self._pieces += 1
             del self._lines[:count]
-
-
-def read_events(store: ObjectStore) -> list[events.Event]:
-    """The events of all islands of a run in a store, in the order of time."""
-    found = []
-    for name in sorted(store.list("events/")):
-        for line in (store.get(name, limit=1 << 30) or b"").decode(errors="replace").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-    return sorted(found, key=lambda event: float(event.get("time") or 0.0))

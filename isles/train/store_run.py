@@ -15,12 +15,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
+from torch import nn
+
+import isles
 from isles.elastic.store import ObjectStore, open_store, probe
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
+from isles.train.export import TOKENIZER, WEIGHTS, put_tensors
+from isles.train.model import build_model
 from isles.train.setup import FILE, Setup
+from isles.train.tokenizer import tokenizer_from
 
-SETTINGS, TOKENIZER, FINAL = "train.json", "tokenizer.json", "final/"
+SETTINGS, FINAL = "train.json", "final/"
 OWN = {
     *("run", "resume", "overwrite", "islands", "store", "quorum", "patience_seconds", "timeout_seconds"),
     *("threads", "device", "tensorboard", "wandb", "sample_tokens", "evals", "eval_tokens"),
@@ -43,12 +51,14 @@ def resolve(chosen: dict[str, Any], knobs: dict[str, Any]) -> Setup:
         data = store.get(SETTINGS)
         assert data is not None
     there = _parse(data, store.url)
-    for kind, given, known in (("", chosen, there["config"]), ("", knobs, there["knobs"])):
-        for name, value in given.items():
-            if name not in OWN and value != known.get(name) and not (kind == "" and name == "tokenizer"):
-                flag = f"--{name.replace('_', '-')}"
-                said = known.get(name, "another value")
-                raise ValueError(f"the run in {store.url} has {flag} {said}, not {value}: leave {flag} out to join it")
+    preset = Setup(TrainConfig(**there["config"]), there["knobs"]).method()
+    known = {**(preset.as_dict() if preset else {}), **there["config"]}
+    for name, value in {**chosen, **knobs}.items():
+        if name not in OWN and value != known[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"the run in {store.url} has {flag} {known[name]}, not {value}: leave {flag} out to join it"
+            )
     shared = {name: value for name, value in there["config"].items() if name not in OWN}
     mine = {name: value for name, value in own.items() if name in OWN}
     setup = Setup(TrainConfig(**{**shared, **mine}), there["knobs"])
@@ -103,9 +113,30 @@ def load(url: str) -> tuple[ObjectStore, dict[str, Any]]:
     return store, _parse(data, url)
 
 
+def load_model(url: str) -> tuple[nn.Module, int, bytes]:
+    """The global model of a run in a store, with the clock it is of, and its tokenizer: the final one, or that of the
+    log so far. Needs no rights to write.
+    """
+    store, settings = load(url)
+    config, tokenizer = TrainConfig(**settings["config"]), store.get(TOKENIZER, limit=1 << 30) or b""
+    model = build_model(config.model, tokenizer_from(tokenizer).vocabulary)
+    ended = final(store)
+    if ended is not None:
+        weights = store.get(f"{FINAL}{ended[0]:08d}/{WEIGHTS}", limit=MAX_MODEL_BYTES)
+        put_tensors(model, safetensors.torch.load(weights or b""))
+        return model, config.steps, tokenizer
+    method = Setup(config, settings["knobs"]).method()
+    assert method is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    diloco = isles.DiLoCo(model, optimizer, method, world=isles.StoreWorld(url, observe=True))
+    clock = diloco.clock
+    diloco.close()
+    return model, clock, tokenizer
+
+
 def publish(store: ObjectStore, number: int, weights: Path, summary: dict[str, Any]) -> None:
     """The final model after round `number`, and what is known of it; the same by whoever writes it."""
-    store.put(f"{FINAL}{number:08d}/model.safetensors", weights.read_bytes(), create=True)
+    store.put(f"{FINAL}{number:08d}/{WEIGHTS}", weights.read_bytes(), create=True)
     store.put(f"{FINAL}{number:08d}/summary.json", json.dumps(summary).encode(), create=True)
 
 

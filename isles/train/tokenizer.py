@@ -56,8 +56,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f'tokenizer {name!r} not found: give a tokenizers JSON file, "bytes", or none to train one')
+    return tokenizer_from(path.read_bytes(), name)
+
+
+def tokenizer_from(data: bytes, name: str = "tokenizer.json") -> Tokenizer:
+    """The tokenizer in the bytes of such a file."""
     try:
-        library = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+        library = tokenizers.Tokenizer.from_str(data.decode())
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"tokenizer {name!r} is not a JSON file of the tokenizers library ({error})") from error
     return Tokenizer(library, name)
