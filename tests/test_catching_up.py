@@ -120,3 +120,40 @@ def test_who_took_part_changes_nothing_for_those_who_did():
 
 def _fields(mean):
     return mean.values, mean.weights, mean.included, mean.missed
+
+
+@pytest.mark.parametrize("pattern", ["every other", "the first", "all but the last ones"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        isles.Method(sync_every=4, fragments=2, outer_lr=1.0, outer_momentum=0.0),
+        isles.Method.delayed(sync_every=4, fragments=2, outer_lr=1.0, outer_momentum=0.0, codec="fp32"),
+        isles.Method.delayed(sync_every=4, fragments=2, delay_rounds=2, outer_lr=1.0, outer_momentum=0.0, codec="fp32"),
+    ],
+    ids=["fresh", "delayed", "two rounds late"],
+)
+def test_what_an_island_learns_is_counted_once_whatever_it_was_left_out_of(method, pattern):
+    """The others stand still, and gradients are constant: what is learned is what all steps have learned."""
+    excluded = {
+        "every other": lambda number: number % 2 == 0,
+        "the first": lambda number: number == 1,
+        "all but the last ones": lambda number: True,
+    }[pattern]
+
+    def sometimes(payload, mean):
+        if payload.step > 20 or not excluded(payload.round):
+            return mean
+        return Mean(torch.zeros_like(mean.values), {1: 1.0}, included=False)
+
+    model = Tower(2)
+    start = weights_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    world = Elastic(isles.LocalWorld.alone(), sometimes)
+    with isles.DiLoCo(model, optimizer, method, world=world) as diloco:
+        for _ in range(30):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 2.0**-6)
+            optimizer.step()
+    assert diloco.stats.excluded_rounds > 0
+    for name, weight in weights_of(model).items():
+        torch.testing.assert_close(weight, start[name] - 30 * 2.0**-6, rtol=0, atol=1e-5)

@@ -29,6 +29,7 @@ from isles.elastic.requests import Answer, Operation
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https")
 KEY_VARIABLE = "ISLES_STORE_KEY"
+NEEDS_KEY = f"this run has a key: pass key=, or set {KEY_VARIABLE}"
 TAG_BYTES = hashlib.sha256().digest_size
 REQUEST_SECONDS = 120.0
 """A request of one object may take so long, and longer where `timeout` says so: large payloads on slow links."""
@@ -103,7 +104,7 @@ class ObjectStore:
             return Answer("damaged" if name.startswith(ROUNDS) else "failed", what)
         data = memoryview(found.bytes())  # type: ignore[arg-type]
         if self._key is None:
-            return Answer("ok", data.tobytes())
+            return Answer("damaged", f"{name}: {NEEDS_KEY}") if _is_signed(name, data) else Answer("ok", data.tobytes())
         body, tag = data[:-TAG_BYTES], data[-TAG_BYTES:]
         if len(data) < TAG_BYTES or not hmac.compare_digest(self._tag(name, body), bytes(tag)):
             return Answer("damaged", f"{name} is refused: it was not written with this key")
@@ -174,6 +175,12 @@ def _remote(url: str, timeout: float, options: dict[str, Any]) -> Any:
         return obstore.store.from_url(url, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]
     except Exception as error:
         raise ValueError(f"cannot open the store {url}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _is_signed(name: str, data: memoryview) -> bool:
+    """Whether a document has an HMAC behind it: bytes that no text has."""
+    text, tag = data[:-TAG_BYTES], bytes(data[-TAG_BYTES:])
+    return name.endswith(".json") and bytes(text[-1:]) == b"}" and not tag.isascii()
 
 
 def _key(key: str | bytes | None) -> bytes | None:
