@@ -23,7 +23,7 @@ FAULTS = {
     "blackout": "all processes die at once",
     "stall": "processes that sleep, for longer than patience or for many rounds, and go on",
     "partition": "processes that do not reach the store for a while",
-    "leave": "processes that leave",
+    "leave": "processes that leave, at once or after sending what is left",
     "collector": "a stranger who deletes payloads too early",
 }
 RATES = {"delay": 0.05, "lost": 0.02, "errors": 0.05, "twice": 0.03, "lies": 0.02}

@@ -54,7 +54,7 @@ class Process:
 
     def __init__(self, simulation: Simulation, token: str, step_seconds: float) -> None:
         self.token, self.step_seconds, self.simulation = token, step_seconds, simulation
-        self.alive, self.leaving = True, False
+        self.alive, self.leaving, self.ending = True, False, False
         self.asleep_until = self.cut_off_until = 0.0
         self.joined_after = 1 << 60
         """The end of the log when it joined."""
@@ -138,6 +138,8 @@ class Process:
         yield from self._wait_for(member.log.tail)
         clock = member.clock
         while True:
+            if self.ending:
+                yield from self._end(clock)
             yield self.step_seconds
             self.toy.learn(member.number or 0)
             simulation.checker.observe(self.token, self.toy, member.taken)
@@ -151,8 +153,23 @@ class Process:
                 for number in numbering.applied_at(clock):
                     yield from self._wait_for(number)
 
-    def _send(self, number: int) -> None:
-        data = self.toy.send(number)
+    def _end(self, clock: int) -> Loop:
+        """Sends what was learned since the last sends, waits until that is counted or not, and leaves."""
+        member, numbering = self.member, self.simulation.numbering
+        last = max(numbering.last_sent(clock), member.log.tail) + self.simulation.fragments
+        for number in range(last - self.simulation.fragments + 1, last + 1):
+            if member.wants(number):
+                self._send(number, closing=True)
+        member.finish(last, self.simulation.now)
+        yield from self._wait_for(last)
+        self.simulation.count["ends"] += 1
+        self.leaving = True
+        member.leave(self.simulation.now)
+        while True:
+            yield None
+
+    def _send(self, number: int, *, closing: bool = False) -> None:
+        data = self.toy.send(number, closing=closing)
         contribution, _ = open_payload(payload_name(number, 0), data)
         self.member.send(number, contribution, data, self.simulation.now)
         self.sent[number] = data
@@ -377,9 +394,12 @@ class Simulation:
             process.asleep_until = self.now + self.faults.pause(self.settings.patience)
         elif kind == "partition":
             process.cut_off_until = self.now + self.faults.pause(self.settings.patience)
-        elif kind == "leave" and process.member.joined and not process.leaving:
-            process.leaving = True
-            process.member.leave(self.now)
+        elif kind == "leave" and process.member.joined and not process.leaving and not process.ending:
+            if self._random.random() < 0.5:
+                process.ending = True
+            else:
+                process.leaving = True
+                process.member.leave(self.now)
         elif kind == "collector":
             last = self.checker.tail - self._random.randint(1, 6)
             for name in [name for name in self.store if name.startswith(ROUNDS) and (round_of(name) or 0) <= last]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from isles.elastic.numbering import Numbering
-from isles.elastic.objects import pack_payload
+from isles.elastic.objects import CLOSING_FORM, FORM, pack_payload
 from isles.wire.message import HEADER_BYTES, Header
 
 Weighted = tuple[float, int]
@@ -79,8 +79,8 @@ class Toy:
             self.theta[fragment] -= gradient
             self.learned[fragment] += gradient
 
-    def send(self, number: int) -> bytes:
-        """The payload of a round."""
+    def send(self, number: int, *, closing: bool = False) -> bytes:
+        """The payload of a round; `closing`: sent before its time, by an island that ends."""
         assert self.state is not None
         fragment, round, *_ = self._numbering.place(number)
         flying = [sent for k, sent in self.in_flight.items() if self._numbering.place(k).fragment == fragment]
@@ -89,7 +89,7 @@ class Toy:
         self.in_flight[number] = delta, steps
         body = NUMBER.pack(delta)
         where = (fragment, round, 1, len(body), float(steps), steps, zlib.crc32(body))
-        return pack_payload(Header("store", "integer", *where), body)
+        return pack_payload(Header(CLOSING_FORM if closing else FORM, "integer", *where), body)
 
     def apply(self, number: int, contributions: Sequence[Weighted], included: bool) -> None:
         """A round has been decided."""
