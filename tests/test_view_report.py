@@ -126,8 +126,11 @@ def test_the_browser_may_run_our_script_only_and_load_nothing(tmp_path: Path):
     script = re.search(r"<script>(.*)</script>\n</body>", text, re.DOTALL)
     assert policy
     assert script
-    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    assert policy[1] == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    style = re.search(r"<style>(.*)</style>", text, re.DOTALL)
+    assert style
+    code, look = (base64.b64encode(hashlib.sha256(part[1].encode()).digest()).decode() for part in (script, style))
+    inline = f"style-src 'sha256-{look}'; script-src 'sha256-{code}'"
+    assert policy[1] == f"default-src 'none'; img-src data:; {inline}"
     assert set(re.findall(r"https?://[^\s'\"]*", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
 
 

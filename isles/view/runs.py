@@ -110,9 +110,7 @@ class Run:
     @property
     def lateness(self) -> int:
         """Steps between the send of a round and its use."""
-        if self.method.get("update", "fresh") == "fresh":
-            return int(self.method.get("overlap") or 0)
-        return int(self.method.get("delay_rounds") or 1) * int(self.method.get("sync_every") or 1)
+        return lateness_of(self.method)
 
     def wall_clock(self) -> list[tuple[Event, float]]:
         """Every event with the seconds since training began; time between a crash and its resume does not count."""
@@ -146,6 +144,17 @@ class Run:
             if event.get("loss") is not None:
                 step.losses.append(float(event["loss"]))
         return [steps[number] for number in sorted(steps)]
+
+
+def lateness_of(method: dict[str, Any]) -> int:
+    """Steps between the send of a round and its use, for the fields of a Method.
+
+    >>> lateness_of({"overlap": 5}), lateness_of({"update": "eager", "delay_rounds": 2, "sync_every": 30})
+    (5, 60)
+    """
+    if method.get("update", "fresh") == "fresh":
+        return int(method.get("overlap") or 0)
+    return int(method.get("delay_rounds") or 1) * int(method.get("sync_every") or 1)
 
 
 def summarize(runs: list[Run]) -> list[Summary]:
