@@ -148,9 +148,9 @@ def seal(number: int, inside: tuple[int, ...], missing: tuple[int, ...] = (), fr
     return Seal(number, (number - 1) % fragments, 15 * number, contributions, missing, known, "0" * 64).pack()
 
 
-def piece(island: int, steps: range, **fields: Any) -> bytes:
-    base = {"event": "step", "island": 0, "loss": 3.0, "seconds": 0.5, "wait_seconds": 0.0, "bytes_sent": 100, **fields}
-    lines = [{**base, "step": step, "clock": step + 5 * island, "time": 1000.0 + step} for step in steps]
+def piece(island: int, steps: range, begin: float = 1000.0) -> bytes:
+    base = {"event": "step", "island": 0, "loss": 3.0, "seconds": 0.5, "wait_seconds": 0.0, "bytes_sent": 100}
+    lines = [{**base, "step": step, "clock": step + 5 * island, "time": begin + step} for step in steps]
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 

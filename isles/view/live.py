@@ -16,7 +16,7 @@ from isles.view.live_island import LiveIsland
 from isles.view.live_rounds import LiveRounds
 from isles.view.rows import BYTES, PEAK, SECONDS, WAIT, WALL, Ring, Rows, StepRows, TimeRows
 from isles.view.runs import lateness_of
-from isles.view.scalars import scalars
+from isles.view.scalars import SCALARS
 
 MOST_EVALS = 1000
 MOST_ISLANDS = 4096
@@ -42,7 +42,8 @@ class Live:
         self.steps, self.evals, self.rates = StepRows(), Rows(), TimeRows()
         self.rounds = LiveRounds(self.islands)
         self.news = Ring(MOST_NEWS)
-        self.latest: dict[tuple[str, int | None], float] = {}
+        self.latest: dict[tuple[str, int | None], Event] = {}
+        """Of each island the last event of every kind that has numbers."""
         self.sample: Event | None = None
         self.end: Event | None = None
         self.torn, self.first_torn = 0, ""
@@ -78,8 +79,8 @@ class Live:
             island.take(event)
         if take is not None:
             take(event)
-        for name, of_island, value in scalars(event):
-            self.latest[name, of_island] = value
+        if kind in SCALARS:
+            self.latest[kind, None if kind == "eval" else number] = event
 
     # ---- what is asked
 

@@ -7,9 +7,9 @@ only somebody who watches knows: who is in, how many rounds, how many problems.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 
+from isles.view.scalars import scalars
 from isles.view.watcher import Watched, Watcher
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -19,21 +19,25 @@ Sample = tuple[str, str, dict[str, str], float]
 
 def text(watcher: Watcher) -> str:
     """All metrics, those of one name together."""
-    now = time.time()
     groups: dict[str, list[str]] = {}
-    for run in watcher.looked_at():
-        for name, kind, labels, value in _samples(run, now):
+    runs = watcher.looked_at()
+    names = [run.live.name for run in runs]
+    for run in runs:
+        own = run.live.name if names.count(run.live.name) == 1 else f"{run.live.name} ({run.place})"
+        for name, kind, labels, value in _samples(run, {"run": own}):
             lines = groups.setdefault(name, [f"# TYPE {name} {kind}"])
             inside = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
             lines.append(f"{name}{{{inside}}} {_number(value)}")
     return "".join(f"{line}\n" for lines in groups.values() for line in lines)
 
 
-def _samples(run: Watched, now: float) -> Iterable[Sample]:
-    own, state = {"run": run.live.name}, run.state(now)
-    for (name, island), value in run.live.latest.items():
-        of_island = {} if island is None else {"island": str(island)}
-        yield f"isles_{name.replace('/', '_')}", "gauge", own | of_island, value
+def _samples(run: Watched, own: dict[str, str]) -> Iterable[Sample]:
+    now = run.now()
+    state = run.state(now)
+    for event in run.live.latest.values():
+        for name, island, value in scalars(event):
+            of_island = {} if island is None else {"island": str(island)}
+            yield f"isles_{name.replace('/', '_')}", "gauge", own | of_island, value
     yield "isles_finished", "gauge", own, float(run.live.finished)
     yield "isles_problems", "gauge", own, float(len(run.problems(now)))
     gauges = {"step": "step", "steps": "steps_total", "tokensPerSecond": "tokens_per_second", "islands": "islands"}

@@ -24,6 +24,7 @@ NARROW_SLACK = 0.1
 """Of the overlap: results that arrive so shortly before they are due are told."""
 SLOW_PACE = 0.5
 LEAST_SAMPLES = 5
+MOST_ALIKE = 3
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,21 @@ class Problem:
 def problems(run: Live, now: float, place: str = "") -> list[Problem]:
     """All that are there now, the worst first; `place` is how the command line calls the run."""
     if run.finished:
-        found = list(_torn(run))
-    else:
-        found = [*_ended(run, now, place), *_silent(run, now), *_out(run), *_waiting(run), *_slow(run), *_losses(run)]
-        found += _torn(run)
-    return sorted(found, key=lambda problem: not problem.severe)
+        return list(_torn(run))
+    rules = (_ended(run, now, place), _silent(run, now), _out(run), _waiting(run), _slow(run), _losses(run), _torn(run))
+    return [problem for rule in rules for problem in _few(list(rule))]
 
 
-def _active(run: Live, now: float | None = None) -> list[LiveIsland]:
+def _few(alike: list[Problem]) -> list[Problem]:
+    """Many islands with the same problem are told by the first ones."""
+    if len(alike) <= MOST_ALIKE:
+        return alike
+    others = len(alike) - MOST_ALIKE + 1
+    more = Problem(f"It is the same with {others} more islands.", alike[-1].todo, severe=alike[0].severe)
+    return [*alike[: MOST_ALIKE - 1], more]
+
+
+def _active(run: Live) -> list[LiveIsland]:
     return [i for i in run.islands.values() if i.left is None and i.gone is None and not i.ended]
 
 
@@ -70,12 +78,18 @@ def _ended(run: Live, now: float, place: str) -> Iterator[Problem]:
 
 
 def _silent(run: Live, now: float) -> Iterator[Problem]:
-    for island in _active(run):
-        if island.state(now, False, run.total_steps) == "silent":
+    active = _active(run)
+    silent = [island for island in active if island.state(now, False, run.total_steps) == "silent"]
+    evaluating = "It may be evaluating or saving; otherwise check its machine and its link."
+    if len(silent) == len(active) > 1:
+        quiet = units.duration(now - max(island.last_time for island in silent))
+        what = f"No island has said anything for {quiet}."
+        yield Problem(what, "They may be evaluating or saving; otherwise check whether the run still goes on.")
+    else:
+        for island in silent:
             quiet = units.duration(now - island.last_time)
             pace = f"; a step takes it {units.duration(island.step_seconds)}" if island.step_seconds else ""
             what = f"Island {island.number} has said nothing for {quiet}{pace}."
-            evaluating = "It may be evaluating or saving; otherwise check its machine and its link."
             yield Problem(what, evaluating, island.number)
 
 

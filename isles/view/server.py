@@ -20,7 +20,7 @@ import threading
 import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6
+from socket import AF_INET, AF_INET6, SHUT_RDWR
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -71,7 +71,7 @@ class Server:
             raise ValueError(f"--port {port} must be from 0 to 65535; 0 takes a free one")
         kind = type("_Handler", (_Handler,), {"watcher": watcher, "server_host": host, "asked": {}})
         try:
-            self._server = _http_server(host)((host, port), kind)
+            self._server = _HTTPServer(host, port, kind)
         except OSError as error:
             raise ValueError(f"cannot serve on {host} port {port}: {error.strerror or error}; try --port 0") from None
         self._handler: Any = kind
@@ -235,9 +235,26 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _http_server(host: str) -> type[ThreadingHTTPServer]:
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
-        address_family = AF_INET6 if ":" in host else ThreadingHTTPServer.address_family
+class _HTTPServer(ThreadingHTTPServer):
+    """Closing it ends connections that browsers keep open, too."""
 
-    return Quiet
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: type[_Handler]) -> None:
+        self.address_family = AF_INET6 if ":" in host else AF_INET
+        self._open: set[Any] = set()
+        super().__init__((host, port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for request in list(self._open):
+            with contextlib.suppress(OSError):
+                request.shutdown(SHUT_RDWR)

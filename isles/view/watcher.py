@@ -52,6 +52,10 @@ class Watched:
             if not self.source.behind or time.monotonic() > begin + READ_SECONDS:
                 return
 
+    def now(self) -> float:
+        """The time, for whoever asks how long ago things were. Of a log that is not read to its end yet: its own."""
+        return self.live.last_time if self.source.behind and self.live.last_time else time.time()
+
     def problems(self, now: float) -> list[Problem]:
         place = self.place if isinstance(self.source, Folder) else ""
         found = problems(self.live, now, place)
@@ -59,10 +63,10 @@ class Watched:
             found.insert(0, Problem(f"{self.place} cannot be read: {self.trouble}.", "Trying again.", severe=True))
         return found
 
-    def state(self, now: float) -> dict[str, Any]:
+    def state(self, now: float, rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """The run in one line."""
         live, total = self.live, self.live.total_steps
-        rows = self.islands(now)
+        rows = self.islands(now) if rows is None else rows
         active = [row for row in rows if row["state"] in ("in", "out", "joined")]
         losses = [row["loss"] for row in active or rows if row["loss"] is not None]
         speeds = [row["tokensPerSecond"] for row in active if row["tokensPerSecond"]]
@@ -82,7 +86,7 @@ class Watched:
             "denseBytes": dense or None,
             "secondsLeft": None if live.finished else left,
             "islands": count,
-            "activeIslands": len(active),
+            "islandsIn": sum(row["state"] in ("in", "done") for row in rows),
             "lastTime": live.last_time or None,
         }
 
@@ -93,13 +97,14 @@ class Watched:
         rows = [island.row(now, live.finished, total, tokens) for island in live.islands.values()]
         return sorted(rows, key=lambda row: (row["state"] == "left", row["island"]))
 
-    def update(self, since: int, now: float) -> dict[str, Any]:
+    def update(self, since: int) -> dict[str, Any]:
         """What is new to somebody who has seen a version of this run."""
-        live = self.live
+        live, now = self.live, self.now()
         reset = since < live.born
         since = 0 if reset else since
-        result: dict[str, Any] = {"reset": reset, "state": self.state(now), "summary": live.summary()}
-        result["islandRows"] = self.islands(now)
+        rows = self.islands(now)
+        result: dict[str, Any] = {"reset": reset, "state": self.state(now, rows), "summary": live.summary()}
+        result["islandRows"] = rows
         result["problems"] = [vars(problem) for problem in self.problems(now)]
         if live.config_version > since:
             result["about"] = live.about()
@@ -144,15 +149,14 @@ class Watcher:
         """What is new since a version of this watcher; everything to a stranger."""
         with self._lock:
             self._look()
-            now = time.time()
             seen = since if boot == self.boot else 0
             result = {
                 "boot": self.boot,
                 "version": max(run.live.version for run in self.runs),
                 "behind": any(run.source.behind for run in self.runs),
                 "poll": min(1.0, 2 * max(run.source.poll_seconds for run in self.runs)),
-                "time": now,
-                "runs": [run.update(seen, now) for run in self.runs],
+                "time": max(run.now() for run in self.runs),
+                "runs": [run.update(seen) for run in self.runs],
             }
             if not seen:
                 result["links"] = report.bandwidths()

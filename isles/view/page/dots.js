@@ -53,6 +53,7 @@ function drawDots(plot, tip, run, islands) {
   const { svg, width, height } = canvas(plot, islands.length * pitch + 30, `Rounds of ${run.name}`);
   const box = { left: 62, right: width - 6, top: 4, bottom: height - 26 };
   const rounds = run.rounds.slice(-Math.floor((box.right - box.left) / pitch));
+  box.right = box.left + pitch * rounds.length;
   const x = (index) => box.right - pitch * (rounds.length - index - 0.5);
   const y = (index) => box.top + pitch * (index + 0.5);
   const paths = {};

@@ -2,12 +2,14 @@
 
 const page = crypto.randomUUID?.() ?? String(Math.random());
 const SLOWEST_POLL = 5000;
+const READING_REDRAW = 1000;
 const seen = { boot: '', version: 0, time: 0, poll: 1000 };
 const runs = [];
 let links = { bandwidths: [], everyday: 0 };
 let final = null; // the report's data, once all runs are finished
 let chosenRun = null;
 let parts = null;
+let drawnAt = -Infinity;
 
 const chosen = () => chosenRun ?? runs.find((run) => run.state.phase === 'running') ?? runs[0];
 const sign = connectionSign();
@@ -66,9 +68,15 @@ function drawable(charts) {
         attempt(chart);
       }
     },
+    drawAll() {
+      for (const chart of stale) chart.draw();
+      stale.clear();
+    },
     stop: () => watch.disconnect(),
   };
 }
+
+const hasBegun = () => runs.some((run) => run.stepRows.length || run.evals.length);
 
 function assemble() {
   parts?.charts.stop();
@@ -91,11 +99,12 @@ function assemble() {
   const summary = element('div', { class: 'summaries' });
   const title = runs.length <= 3 ? runs.map((run) => run.name).join(' vs ') : `${runs.length} runs`;
   const keep = element('a', { class: 'keep', href: '/report.html', title: 'the report as it is now, in one file' }, 'Report ⤓');
-  const begun = runs.some((run) => run.stepRows.length || run.evals.length);
+  const begun = hasBegun();
+  const top = heading(title || 'isles watch', '', sign.root, begun ? keep : null);
   const main = element(
     'main',
     { class: final ? 'over' : 'going' },
-    heading(title || 'isles watch', facts(runs.filter((run) => run.parameters)), sign.root, begun ? keep : null),
+    top,
     state.root,
     problems.root,
     table.root,
@@ -107,14 +116,17 @@ function assemble() {
   );
   document.querySelector('main')?.remove();
   document.body.prepend(main);
-  parts = { state, problems, table, summary, reference, begun, charts: drawable(begun ? charts : []) };
+  const details = top.querySelector('.facts');
+  parts = { state, problems, table, summary, reference, begun, details, charts: drawable(begun ? charts : []) };
   document.title = title || 'isles watch';
 }
 
-function refresh() {
+// Of a log that is still being read, charts are drawn now and then.
+function refresh(reading = false) {
   const now = seen.time;
-  const begun = runs.some((run) => run.stepRows.length || run.evals.length);
+  const begun = hasBegun();
   if (begun !== parts.begun) assemble();
+  say(parts.details, facts(runs.filter((run) => run.parameters)));
   parts.state.update(now);
   parts.problems.update();
   parts.table.update(now);
@@ -125,7 +137,10 @@ function refresh() {
       summaryTable(runs, parts.reference, links),
     );
   }
-  parts.charts.refresh();
+  if (!reading || performance.now() > drawnAt + READING_REDRAW) {
+    drawnAt = performance.now();
+    parts.charts.refresh();
+  }
 }
 
 async function ask() {
@@ -139,12 +154,13 @@ async function ask() {
 function show(update) {
   const begin = performance.now();
   if (absorbAll(update) || !parts) assemble();
-  refresh();
+  refresh(update.behind);
   sign.good(update.behind);
   const end = performance.now();
   performance.clearMeasures('isles-update');
   performance.measure('isles-update', { start: begin, end });
   const { dataset } = document.documentElement;
+  if (!dataset.ready) performance.mark('isles-ready');
   dataset.ready = 'true';
   dataset.version = String(update.version);
   dataset.behind = String(update.behind);
@@ -185,5 +201,6 @@ document.addEventListener('visibilitychange', () => {
     poll();
   }
 });
+window.addEventListener('beforeprint', () => parts?.charts.drawAll());
 redrawOnResize();
 poll();

@@ -21,11 +21,9 @@ function stateParts(run, now) {
   const { state } = run;
   if (state.phase === 'absent') return [['', `There is no run at ${state.place} yet. It will show here once it begins.`]];
   const steps = known(state.steps) ? ` of ${whole(state.steps)}` : '';
-  const parts = [[state.elastic ? 'clock' : 'step', `${whole(state.step)}${steps}`]];
-  if (known(state.loss)) parts.push(['loss', decimal(state.loss)]);
-  if (state.phase === 'finished' && known(run.summary.val_loss)) {
-    parts.push(['validation loss', decimal(run.summary.val_loss)]);
-  }
+  const parts = [[state.elastic ? 'clock' : 'step', `${whole(state.step)}${steps}`, true]];
+  if (known(state.loss)) parts.push(['loss', decimal(state.loss), true]);
+  if (known(run.summary.val_loss)) parts.push(['validation', decimal(run.summary.val_loss), true]);
   const speed = state.phase === 'finished' ? run.summary.tokens_per_second : state.tokensPerSecond;
   if (known(speed)) parts.push(['tokens a second', count(speed)]);
   if (state.bytesPerStep) {
@@ -35,9 +33,9 @@ function stateParts(run, now) {
   }
   if (state.phase === 'finished') parts.push(['in all', duration(run.summary.wall_seconds)]);
   else {
-    parts.push([state.islands === 1 ? 'island' : 'islands in', `${state.activeIslands} of ${state.islands}`]);
+    parts.push([state.islands === 1 ? 'island in' : 'islands in', `${state.islandsIn} of ${state.islands}`]);
     if (known(state.secondsLeft) && state.phase === 'running') parts.push(['left', duration(state.secondsLeft)]);
-    if (known(state.lastTime)) parts.push(['last event', ago(now - state.lastTime)]);
+    if (known(state.lastTime)) parts.push(['last event', ago(now - state.lastTime), true]);
   }
   return parts;
 }
@@ -69,9 +67,10 @@ function statusLines(runs, chosen, choose) {
       say(name, run.name);
       const words = stateParts(run, now);
       while (parts.children.length > words.length) parts.lastElementChild.remove();
-      words.forEach(([label, value], index) => {
+      words.forEach(([label, value, labelFirst], index) => {
         if (!parts.children[index]) parts.append(element('span', {}, element('b', {}), element('i', {})));
         const [strong, small] = parts.children[index].children;
+        parts.children[index].classList.toggle('label-first', Boolean(labelFirst));
         say(strong, value);
         say(small, label);
       });
