@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from isles.cli import main
 from isles.elastic.objects import Announcement, Contribution, Seal, island_name, left_name, seal_name
 from isles.view import sources, store_source
 from isles.view.live import Live
@@ -259,6 +260,20 @@ def test_a_store_run_is_finished_when_its_last_island_is():
     report = Run(source.everything(1 << 20) or [])
     assert [step.step for step in report.steps] == list(range(1, 21))
     assert source.everything(100) is None
+
+
+def test_a_report_of_a_store_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    store = elastic_run()
+    monkeypatch.setattr(store_source, "open_store", lambda url: store)
+    assert main(["report", "--store", "s3://bucket/mine", "--out", str(tmp_path / "page.html"), "--json"]) == 0
+    [run] = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    assert (run["name"], run["steps"], run["bytes_sent"]) == ("mine", 20, 6000)
+    store.clear()
+    assert main(["report", "--store", "s3://bucket/mine", "--out", str(tmp_path / "page.html")]) == 2
+    assert main(["report"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "--store s3://bucket/mine has no events of a run" in errors[0]
+    assert "give the folders of runs, or --store URL" in errors[1]
 
 
 def test_a_store_without_its_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,8 @@ STYLES = ("theme.css", "page.css", "summary.css", "chart.css", "links.css", "pri
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `isles report`."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its events.jsonl")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run's folder, or its events.jsonl")
+    parser.add_argument("--store", metavar="URL", help="a run in an object store: a bucket, or a folder")
     parser.add_argument(
         "--out", metavar="FILE", help="where to write (default: report.html, in the run's folder if there is one run)"
     )
@@ -53,14 +54,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Writes the report, prints the summary table and where the report is."""
-    runs = [Run.load(path) for path in args.runs]
-    alone = len(args.runs) == 1 and Path(args.runs[0]).is_dir()
+    if not args.runs and not args.store:
+        raise ValueError("give the folders of runs, or --store URL")
+    runs = [Run.load(path) for path in args.runs] + ([_stored(args.store)] if args.store else [])
+    alone = len(runs) == len(args.runs) == 1 and Path(args.runs[0]).is_dir()
     out = Path(args.out) if args.out else Path(args.runs[0]) / "report.html" if alone else Path("report.html")
     path = write(runs, out, args.title)
     print(table(runs))
     print(f"report: {path}")
     summaries = zip(distinct_names(runs), summarize(runs), strict=True)
     return {"report": str(path), "runs": [{**vars(summary), "name": name} for name, summary in summaries]}
+
+
+def _stored(url: str) -> Run:
+    from isles.view.store_source import load
+
+    return load(url)
 
 
 def write(runs: Sequence[Run], out: str | os.PathLike[str], title: str | None = None) -> Path:

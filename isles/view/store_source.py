@@ -20,11 +20,13 @@ from typing import Protocol
 
 from isles.view import events, sources
 from isles.view.events import Event
+from isles.view.runs import Run
 
 ISLANDS, SEALS, EVENTS = "islands/", "seals/", "events/"
 SEALS_AT_FIRST = 500
 """How many of the latest seals are read of a run that has been going on for long."""
 PIECES_AT_ONCE = 64
+MOST_BYTES = 1 << 30
 SEAL_NAME = re.compile(r"seals/(\d{8,15})\.json")
 
 
@@ -47,6 +49,15 @@ def open_store(url: str) -> Reader:
     except ImportError as error:
         raise ValueError(f"--store {url} needs {error.name}, which is missing: pip install 'isles[store]'") from error
     return opened
+
+
+def load(url: str) -> Run:
+    """A run in a store, all of it, for a report."""
+    name = url.rstrip("/").rpartition("/")[2]
+    found = Store(open_store(url), name).everything(MOST_BYTES)
+    if found is None:
+        raise ValueError(f"--store {url} has no events of a run, or more than {MOST_BYTES >> 20} MB of them")
+    return Run(found, name)
 
 
 class Store:

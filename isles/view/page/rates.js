@@ -102,6 +102,6 @@ function timeTicks(svg, box, x, span) {
     group.append(shape('text', { x: px(x.at(tick)), y: box.bottom + 18, 'text-anchor': 'middle' }, text));
   }
   group.append(
-    shape('text', { class: 'name', x: box.right, y: box.bottom + 34, 'text-anchor': 'end' }, `${unit.name} since the start`),
+    shape('text', { class: 'name', x: box.right, y: box.bottom + 34, 'text-anchor': 'end' }, unit.name),
   );
 }

@@ -79,31 +79,29 @@ function statusLines(runs, chosen, choose) {
   return { root, update };
 }
 
+// Sentences change from second to second, so they are changed in place: what somebody has selected stays selected. A
+// screen reader is told how many there are.
 function problemList(runs) {
   const list = element('ul', {});
-  const root = element('section', { class: 'problems', 'aria-label': 'Problems', 'aria-live': 'polite', hidden: true }, list);
-  let shown = '';
+  const spoken = element('p', { class: 'spoken', role: 'status' });
+  const root = element('section', { class: 'problems', 'aria-label': 'Problems', hidden: true }, spoken, list);
+  const most = 8;
   function update() {
     const all = runs.flatMap((run) => run.problems.map((problem) => ({ ...problem, run })));
-    const key = JSON.stringify(all.map(({ what, todo, run }) => [run.order, what, todo]));
-    if (key === shown) return;
-    shown = key;
     root.hidden = !all.length;
-    const most = 8;
-    list.replaceChildren(
-      ...all
-        .slice(0, most)
-        .map(({ run, what, todo, severe }) =>
-          element(
-            'li',
-            { class: severe ? 'severe' : null },
-            element('b', {}, runs.length > 1 ? `${run.name}: ${what}` : what),
-            ' ',
-            element('span', {}, todo),
-          ),
-        ),
-      ...(all.length > most ? [element('li', {}, `and ${all.length - most} more`)] : []),
-    );
+    say(spoken, all.length === 1 ? '1 problem' : `${all.length} problems`);
+    const shown = all.slice(0, most).map(({ run, what, todo, severe }) => {
+      return [runs.length > 1 ? `${run.name}: ${what}` : what, todo, severe];
+    });
+    if (all.length > most) shown.push([`and ${all.length - most} more`, '', false]);
+    while (list.children.length > shown.length) list.lastElementChild.remove();
+    shown.forEach(([what, todo, severe], index) => {
+      if (!list.children[index]) list.append(element('li', {}, element('b', {}), ' ', element('span', {})));
+      const [strong, small] = list.children[index].children;
+      list.children[index].classList.toggle('severe', severe);
+      say(strong, what);
+      say(small, todo);
+    });
   }
   return { root, update };
 }
