@@ -118,7 +118,8 @@ def steps(island: int, count: int = 20, **fields: Any) -> list[dict[str, Any]]:
     return [{**base, "step": step, "time": 1000.0 + step, **fields} for step in range(1, count + 1)]
 
 
-CONFIG = {"event": "config", "island": 0, "islands": 2, "method": {"overlap": 5, "update": "fresh"}, "time": 1000.0}
+METHOD = {"overlap": 5, "update": "fresh", "sync_every": 50, "codec": "fp32"}
+CONFIG = {"event": "config", "island": 0, "islands": 2, "method": METHOD, "time": 1000.0}
 
 
 def told(events: list[dict[str, Any]], now: float = 1021.0) -> list[str]:
@@ -150,8 +151,12 @@ def test_an_island_that_is_left_out_is_told_with_its_lateness():
 
 def test_an_island_that_waits_is_told_which_overlap_would_hide_it():
     [text] = told([*steps(0), *steps(1, seconds=4.0, wait_seconds=3.0)])
-    assert text.startswith("Island 1 waits 75 % of its time for the network, up to 3.0 s in a step.")
-    assert "An overlap of 8 steps" in text
+    assert text.startswith(
+        "Island 1 waits 75 % of its time for results: 3 s at a time. An overlap of 8 steps, fewer bits"
+    )
+    tight = {**CONFIG, "method": {"overlap": 5, "update": "fresh", "sync_every": 7, "codec": "e3m0"}}
+    [text] = told([tight, *steps(0), *steps(1, seconds=4.0, wait_seconds=3.0)])
+    assert "A longer period (--sync-every), a faster link" in text
 
 
 def test_results_that_come_just_in_time_are_told():
@@ -160,12 +165,12 @@ def test_results_that_come_just_in_time_are_told():
         for k in range(1, 9)
     ]
     [text] = told([*steps(0), *steps(1), *applies])
-    assert text.startswith("Results reach island 0 only 0.2 s before they are due, of 5.0 s")
+    assert text.startswith("Results reach island 0 only 0.2 s before they are due, of 5 s")
 
 
 def test_a_slow_island_a_silent_one_and_a_loss_that_is_no_number():
     slow = told([*steps(0), *steps(1), *steps(2, seconds=3.0)])
-    assert any(text.startswith("Island 2 computes 3.0 s a step, the others 1.0 s.") for text in slow)
+    assert any(text.startswith("Island 2 computes 3 s a step, the others 1 s.") for text in slow)
     silent = told([*steps(0, 60), *steps(1, 20)], now=1061.0)
     assert any(text.startswith("Island 1 has said nothing for 41.0 s") for text in silent)
     lost = told([*steps(0), *steps(1), *steps(1, loss=None)])
@@ -177,6 +182,17 @@ def test_a_dead_process_comes_first_and_says_how_to_go_on():
     text = told([*steps(0), *steps(1), gone])[0]
     assert text.startswith("Island 1 (process 77) has ended at step 20, 0.5 s ago: “out of memory”.")
     assert text.endswith("isles train --resume --run runs/mine")
+
+
+def test_islands_that_ended_because_of_another_come_after_it():
+    words = {0: "island 0 lost another island (a connection broke); restart all islands", 1: "MemoryError"}
+    gone = [
+        {"event": "gone", "island": island, "rank": island, "pid": 70 + island, "said": said, "time": 1020.0 + island}
+        for island, said in words.items()
+    ]
+    texts = told([*steps(0), *steps(1), *gone])
+    assert texts[0].startswith("Island 1 (process 71) has ended at step 20, 0.0 s ago: “MemoryError”.")
+    assert texts[1].startswith("The others ended when they lost it: 0.")
 
 
 def test_a_process_that_ends_when_its_steps_are_done_is_no_problem():

@@ -9,18 +9,22 @@ from typing import Any
 
 from isles.view.events import Event
 
-RECENT = 20
+RECENT_STEPS, RECENT_ROUNDS = 100, 20
 SILENT_SECONDS, SILENT_STEPS = 5.0, 15
 """An island is silent if it says nothing for so long, and for so many of its steps."""
 
 
-def _recent() -> deque[float]:
-    return deque(maxlen=RECENT)
+def _steps() -> deque[float]:
+    return deque(maxlen=RECENT_STEPS)
+
+
+def _rounds() -> deque[float]:
+    return deque(maxlen=RECENT_ROUNDS)
 
 
 @dataclass
 class LiveIsland:
-    """Fed with the island's events; everything about speed is of the last few steps."""
+    """Fed with the island's events; everything about speed is of its last steps, more than a period of most methods."""
 
     number: int
     step: int = 0
@@ -28,9 +32,9 @@ class LiveIsland:
     loss: float | None = None
     loss_is_finite: bool = True
     last_time: float = 0.0
-    seconds: deque[float] = field(default_factory=_recent)
-    waits: deque[float] = field(default_factory=_recent)
-    slacks: deque[float] = field(default_factory=_recent)
+    seconds: deque[float] = field(default_factory=_steps)
+    waits: deque[float] = field(default_factory=_steps)
+    slacks: deque[float] = field(default_factory=_rounds)
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_seconds: float = 0.0
@@ -40,7 +44,7 @@ class LiveIsland:
     out_since: int | None = None
     """The first of the rounds in a row that it has not been in; None: it was in the last one."""
     out_in_a_row: int = 0
-    lateness: deque[float] = field(default_factory=_recent)
+    lateness: deque[float] = field(default_factory=_rounds)
     """How long after the round was completed its payload was sent, where it was left out."""
     nonfinite_round: int | None = None
     rounds_at_nonfinite: int = 0
@@ -51,7 +55,7 @@ class LiveIsland:
     """Its process has ended: a `gone` event."""
     ended: bool = False
     host: str = ""
-    _before_in: tuple[int, int | None, int, deque[float]] = field(default_factory=lambda: (0, None, 0, _recent()))
+    _before_in: tuple[int, int | None, int, deque[float]] = field(default_factory=lambda: (0, None, 0, _rounds()))
 
     def take(self, event: Event) -> None:
         """What every event says: the island lives."""
@@ -76,7 +80,7 @@ class LiveIsland:
         """Round `number` has its payload."""
         self._before_in = (self.rounds_in, self.out_since, self.out_in_a_row, self.lateness)
         self.rounds_in += 1
-        self.out_since, self.out_in_a_row, self.lateness = None, 0, _recent()
+        self.out_since, self.out_in_a_row, self.lateness = None, 0, _rounds()
 
     def was_not_in(self) -> None:
         """What `was_in` was last told is not so: an apply is told before it is known whether the island was in."""

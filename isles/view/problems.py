@@ -23,8 +23,10 @@ WAITING_SHARE = 0.05
 NARROW_SLACK = 0.1
 """Of the overlap: results that arrive so shortly before they are due are told."""
 SLOW_PACE = 0.5
-LEAST_SAMPLES = 5
+LEAST_SAMPLES = 20
 MOST_ALIKE = 3
+LOST_ANOTHER = ("lost another", " lost it")
+"""In the last words of islands that ended because another one did (`isles.wire`)."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,16 @@ def _ended(run: Live, now: float, place: str) -> Iterator[Problem]:
         said = str(dead[0].gone and dead[0].gone["said"])
         yield Problem(f"All islands have ended at step {run.last_step}{_quoted(said)}", resume, severe=True)
         return
-    for island in sorted(dead, key=lambda i: float((i.gone or {}).get("time") or 0.0)):
+    consequences = [i for i in dead if any(words in str(i.gone and i.gone["said"]) for words in LOST_ANOTHER)]
+    causes = [i for i in dead if i not in consequences] or dead
+    for island in causes:
         gone = island.gone or {}
         ago = units.duration(max(0.0, now - float(gone.get("time") or now)))
         who = f"Island {island.number} (process {gone.get('pid')}) has ended at step {island.step}, {ago} ago"
         yield Problem(f"{who}{_quoted(str(gone.get('said') or ''))}", resume, island.number, severe=True)
+    if consequences and causes is not dead:
+        numbers = ", ".join(str(island.number) for island in consequences)
+        yield Problem(f"The others ended when they lost it: {numbers}.", "Nothing is wrong with them.", severe=True)
 
 
 def _silent(run: Live, now: float) -> Iterator[Problem]:
@@ -88,7 +95,7 @@ def _silent(run: Live, now: float) -> Iterator[Problem]:
     else:
         for island in silent:
             quiet = units.duration(now - island.last_time)
-            pace = f"; a step takes it {units.duration(island.step_seconds)}" if island.step_seconds else ""
+            pace = f"; a step takes it {units.brief(island.step_seconds)}" if island.step_seconds else ""
             what = f"Island {island.number} has said nothing for {quiet}{pace}."
             yield Problem(what, evaluating, island.number)
 
@@ -113,29 +120,40 @@ def _out(run: Live) -> Iterator[Problem]:
 
 def _waiting(run: Live) -> Iterator[Problem]:
     """Results that come after their step, or only just before it."""
-    overlap, update = run.method.get("overlap"), run.method.get("update", "fresh")
+    overlap = run.method.get("overlap")
     for island in _active(run):
         share, pace, slack = island.utilization, island.step_seconds, island.slack_seconds
         if share is None or pace is None or len(island.seconds) < LEAST_SAMPLES:
             continue
         if 1 - share > WAITING_SHARE:
-            what = f"Island {island.number} waits {units.share(1 - share)} of its time for the network"
-            todo = "Data-parallel training waits at every step: any method of isles waits less."
-            if run.method:
-                late = max(island.waits)
-                what += f", up to {units.duration(late)} in a step"
-                computing = max(1e-9, pace - statistics.mean(island.waits))
-                more = int(overlap or 0) + math.ceil(late / computing)
-                todo = f"An overlap of {more} steps would hide that" if update == "fresh" else "A longer period helps"
-                todo += ", fewer bits (--codec e3m0) or a faster link would shorten it."
-            yield Problem(what + ".", todo, island.number)
+            substantial = [wait for wait in island.waits if wait > WAITING_SHARE * pace]
+            typical = statistics.median(substantial or [max(island.waits)])
+            what = f"Island {island.number} waits {units.share(1 - share)} of its time for results"
+            yield Problem(
+                f"{what}: {units.brief(typical)} at a time.", _shorter_waits(run, island, typical), island.number
+            )
         elif slack is not None and overlap and 0 <= slack < NARROW_SLACK * overlap * pace and len(island.slacks) > 4:
             yield Problem(
-                f"Results reach island {island.number} only {units.duration(slack)} before they are due, of "
-                f"{units.duration(overlap * pace)} that an overlap of {overlap} gives.",
+                f"Results reach island {island.number} only {units.brief(slack)} before they are due, of "
+                f"{units.brief(overlap * pace)} that an overlap of {overlap} gives.",
                 f"A link that gets a little slower would make it wait: an overlap of {2 * int(overlap)} is safer.",
                 island.number,
             )
+
+
+def _shorter_waits(run: Live, island: LiveIsland, typical: float) -> str:
+    """What would help against waits of so many seconds."""
+    method = run.method
+    if not method:
+        return "Data-parallel training waits at every step: any method of isles waits less."
+    computing = max(1e-9, sum(island.seconds) - sum(island.waits)) / len(island.seconds)
+    overlap = int(method.get("overlap") or 0) + math.ceil(typical / computing)
+    fits = method.get("update", "fresh") == "fresh" and overlap < int(method.get("sync_every") or 0)
+    ways = [f"an overlap of {overlap} steps" if fits else "a longer period (--sync-every)"]
+    if method.get("codec") != "e3m0":
+        ways.append("fewer bits (--codec e3m0)")
+    text = ", ".join([*ways, "a faster link, or other islands that are less behind it"])
+    return f"{text[0].upper()}{text[1:]} would help."
 
 
 def _slow(run: Live) -> Iterator[Problem]:
@@ -147,7 +165,7 @@ def _slow(run: Live) -> Iterator[Problem]:
     for number, seconds in busy.items():
         if middle and seconds * SLOW_PACE > middle and len(run.islands[number].seconds) >= LEAST_SAMPLES:
             yield Problem(
-                f"Island {number} computes {units.duration(seconds)} a step, the others {units.duration(middle)}.",
+                f"Island {number} computes {units.brief(seconds)} a step, the others {units.brief(middle)}.",
                 "All go at the pace of the slowest: give it a smaller batch, or look at its machine.",
                 number,
             )

@@ -89,26 +89,16 @@ def _cells(row: dict[str, Any], now: float) -> tuple[str, ...]:
         units.decimal(row["loss"]),
         units.count(row["tokensPerSecond"]),
         units.share(row["utilization"]),
-        _short(row["waitSeconds"]),
+        units.brief(row["waitSeconds"]),
         units.number_of_bytes(row["sent"]),
         units.number_of_bytes(row["received"]),
-        _short(row["slack"]),
+        units.brief(row["slack"]),
         f"{units.duration(max(0.0, now - row['lastTime']))} ago" if row["lastTime"] else "-",
     )
 
 
 def _problems(run: Watched, now: float) -> list[str]:
     return [_clean(f"! {problem.what} {problem.todo}") for problem in run.problems(now)]
-
-
-def _short(seconds: float | None) -> str:
-    """
-    >>> _short(0.0123), _short(-2.5), _short(None)
-    ('12 ms', '-2.5 s', '-')
-    """
-    if seconds is None:
-        return "-"
-    return f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else f"{seconds:.1f} s"
 
 
 def _clean(text: str) -> str:

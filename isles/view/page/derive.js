@@ -89,10 +89,7 @@ function absorbRates(rates, { origin, width, islands }) {
 // Loss curve, traffic and utilisation, as isles/view/series.py makes them for the report.
 function stepSeries(run) {
   const rows = run.stepRows;
-  const losses = smooth(
-    rows.map((row) => (row[OF_LOSSES] ? row[OF_LOSS] / row[OF_LOSSES] : null)),
-    Math.floor(rows.length / 80),
-  );
+  const losses = smooth(rows);
   let sent = 0;
   let seconds = 0;
   let count = 0;
@@ -124,12 +121,22 @@ function stepSeries(run) {
   };
 }
 
-function smooth(values, width) {
-  const half = Math.floor(width / 2);
-  return values.map((value, index) => {
-    const reach = Math.min(half, Math.floor(index / 3));
-    const near = values.slice(index - reach, index + reach + 1).filter((each) => each !== null);
-    return near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
+// The mean loss around each row, over an eightieth of all steps; fewer at the ends, where a loss changes fast. Rows have
+// different numbers of steps: the last ones have one each.
+function smooth(rows) {
+  if (!rows.length) return [];
+  const first = rows[0][OF_FIRST];
+  const half = (rows.at(-1)[OF_LAST] - first + 1) / 160;
+  const sums = [[0, 0]];
+  for (const row of rows) sums.push([sums.at(-1)[0] + row[OF_LOSS], sums.at(-1)[1] + row[OF_LOSSES]]);
+  let [from, to] = [0, 0];
+  return rows.map((row) => {
+    const middle = (row[OF_FIRST] + row[OF_LAST]) / 2;
+    const reach = Math.min(half, (middle - first) / 3);
+    while (rows[from][OF_LAST] < middle - reach) from += 1;
+    while (to < rows.length && rows[to][OF_FIRST] <= middle + reach) to += 1;
+    const count = sums[to][1] - sums[from][1];
+    return count ? (sums[to][0] - sums[from][0]) / count : null;
   });
 }
 

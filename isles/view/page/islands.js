@@ -27,7 +27,12 @@ const stateWords = (row) =>
     done: 'done',
   })[row.state] ?? row.state;
 
-const seconds = (value) => (known(value) ? `${value < 0 ? '−' : ''}${duration(Math.abs(value))}` : DASH);
+// Below a twentieth of a millisecond it is nothing.
+const seconds = (value) => {
+  if (!known(value)) return DASH;
+  const size = Math.abs(value);
+  return `${value < 0 ? '−' : ''}${size < 5e-5 ? '0 ms' : duration(size)}`;
+};
 
 function cellsOf(row, now) {
   const clock = known(row.clock) && row.clock !== row.step ? ` · ${whole(row.clock)}` : '';
@@ -37,7 +42,7 @@ function cellsOf(row, now) {
     count(row.tokensPerSecond),
     null,
     percent(row.utilization),
-    duration(row.waitSeconds),
+    seconds(row.waitSeconds),
     bytes(row.sent),
     bytes(row.received),
     seconds(row.slack),
