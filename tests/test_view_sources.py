@@ -191,6 +191,9 @@ def test_a_store_run_tells_who_came_who_went_and_who_was_in(tmp_path: Path, wher
     assert [islands[n].step for n in range(3)] == [20, 20, 20]
     assert islands[2].clock == run.last_step - 60 == 30  # seals are ahead, at clock 90
     assert not run.torn
+    sent = {"event": "send", "island": 2, "step": 20, "fragment": 0, "round": 3, "num_bytes": 9, "time": 1020.0}
+    run.feed_all([sent])
+    assert run.rounds.flights.rows() == [[2, 0, 3, 30, None, 9, None, None]]  # at the clock of the island
 
 
 def test_what_is_new_in_a_store_is_found_with_a_few_requests():

@@ -44,7 +44,7 @@ class LiveRounds:
 
     def sent(self, event: Event, version: int) -> None:
         key = _key(event)
-        place = [int(event["step"]), None, int(event.get("num_bytes") or 0), None, None]
+        place = [self._place(event), None, int(event.get("num_bytes") or 0), None, None]
         self.flights.put(key, [*key, *place], version)
         self._sent_times[key] = float(event.get("time") or 0.0)
         if len(self._sent_times) > MOST_FLIGHTS:
@@ -57,7 +57,7 @@ class LiveRounds:
         if flight is None or sent is None:
             return  # early delayed and eager rounds apply what was never sent
         aloft = float(event.get("time") or 0.0) - sent
-        self.flights.put(key, [*flight[:4], int(event["step"]), flight[5], event.get("seconds"), aloft], version)
+        self.flights.put(key, [*flight[:4], self._place(event), flight[5], event.get("seconds"), aloft], version)
         island = self.islands.get(key[0])
         if not self.elastic and self._letter(key) == "s":
             self.mark(event, "i", version)
@@ -110,6 +110,12 @@ class LiveRounds:
             row = [fragment, number, int(event["step"]), ""]
         letters = row[3].ljust(island + 1, ".")
         self.rounds.put(key, [*row[:3], letters[:island] + letter + letters[island + 1 :]], version)
+
+    def _place(self, event: Event) -> int:
+        """Where charts put it: at its step, or at the clock of the island, where that is another."""
+        island = self.islands.get(int(event.get("island") or 0))
+        ahead = island.clock - island.step if island is not None and island.clock is not None else 0
+        return int(event.get("clock") or int(event["step"]) + ahead)
 
     def _letter(self, key: tuple[int, int, int]) -> str:
         row = self.rounds.get(self._key(*key[1:]))
