@@ -17,23 +17,30 @@ import pytest
 PATIENCE_MILLISECONDS = 120_000
 
 
-def find() -> str:
-    """The program; without it, or without playwright, the test is skipped, and fails under CI."""
-    give_up = pytest.fail if os.environ.get("CI") else pytest.skip
+def chromium() -> str:
+    """The program; without it the test is skipped, and fails under CI."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
-        give_up("chromium is missing, and pages are tested in it: apt-get install chromium")
+        _give_up("chromium is missing, and pages are tested in it: apt-get install chromium")
+    return str(program)
+
+
+def need_playwright() -> None:
     try:
         import playwright  # noqa: F401
     except ImportError:
-        give_up("playwright is missing, and drives the browser: pip install playwright")
-    return str(program)
+        _give_up("playwright is missing, and drives the browser: pip install playwright")
+
+
+def _give_up(reason: str) -> None:
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
 @contextmanager
 def started() -> Iterator[Any]:
     """A browser."""
-    program = find()
+    program = chromium()
+    need_playwright()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

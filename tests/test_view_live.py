@@ -177,6 +177,16 @@ def test_a_slow_island_a_silent_one_and_a_loss_that_is_no_number():
     assert any("loss of island 1 is not a finite number" in text for text in lost)
 
 
+def test_an_island_that_evaluates_is_not_silent_in_a_pause_of_the_usual_length():
+    evaluated = [*steps(0, 20), *({**step, "time": step["time"] + 60.0} for step in steps(0, 40)[20:])]
+    last = evaluated[-1]["time"]
+    others = [{**step, "time": last + 199.0 - 40 + step["step"]} for step in steps(1, 40)]
+    silent = [
+        any("Island 0 has said nothing" in text for text in told([*evaluated, *others], last + s)) for s in (100, 200)
+    ]
+    assert silent == [False, True]
+
+
 def test_a_dead_process_comes_first_and_says_how_to_go_on():
     gone = {"event": "gone", "island": 1, "rank": 1, "pid": 77, "said": "out of memory", "time": 1020.5}
     text = told([*steps(0), *steps(1), gone])[0]

@@ -6,9 +6,7 @@ import argparse
 import base64
 import hashlib
 import json
-import os
 import re
-import shutil
 import subprocess
 import tempfile
 from html.parser import HTMLParser
@@ -20,6 +18,7 @@ import pytest
 from isles.view import links, report, units
 from isles.view.runs import Run
 from isles.view.series import TRAFFIC_ROWS, loss_curve, traffic
+from tests import browser
 from tests.test_view_synthetic import save, synthetic
 
 DASH = "\N{EN DASH}"
@@ -52,12 +51,8 @@ class Page(HTMLParser):
 
 def browse(page: Path) -> Page:
     """The page as chromium has built it."""
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        missing = "chromium is missing, and the report is tested in it: apt-get install chromium"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
     with tempfile.TemporaryDirectory() as profile:
-        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        command = [browser.chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         command += ["--disable-component-update", "--disable-sync", "--no-first-run", f"--user-data-dir={profile}"]
         command += ["--window-size=1280,900", "--dump-dom", page.as_uri()]
         done = subprocess.run(command, capture_output=True, timeout=120, check=True)

@@ -171,14 +171,14 @@ def elastic_run() -> Objects:
     return store
 
 
-@pytest.mark.parametrize("where", ["memory", "folder"])
+@pytest.mark.parametrize("where", ["memory", "folder", "obstore"])
 def test_a_store_run_tells_who_came_who_went_and_who_was_in(tmp_path: Path, where: str):
     reader: Any = elastic_run()
-    if where == "folder":
+    if where != "memory":
         for name, data in reader.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_bytes(data)
-        reader = Files(tmp_path)
+        reader = Files(tmp_path) if where == "folder" else store_source.open_store(str(tmp_path))
     run = Live("store")
     run.feed_all(Store(reader).read())
     islands = run.islands

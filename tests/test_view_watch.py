@@ -299,7 +299,8 @@ def test_train_with_watch_prints_an_address_and_shows_the_end(
 
 
 def test_the_bench_compares_a_full_page_with_an_empty_one():
-    browsers.find()
+    browsers.chromium()
+    browsers.need_playwright()
     command = [sys.executable, "-m", "isles.cli", "bench", "page", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

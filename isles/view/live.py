@@ -14,13 +14,12 @@ from typing import Any
 from isles.view.events import Event
 from isles.view.live_island import LiveIsland
 from isles.view.live_rounds import LiveRounds
-from isles.view.rows import BYTES, PEAK, SECONDS, WAIT, WALL, Ring, Rows, StepRows, TimeRows
+from isles.view.rows import BYTES, PEAK, SECONDS, WAIT, WALL, Rows, StepRows, TimeRows
 from isles.view.runs import lateness_of
 from isles.view.scalars import SCALARS
 
 MOST_EVALS = 1000
 MOST_ISLANDS = 4096
-MOST_NEWS = 100
 PACE_MARKS = 200
 
 
@@ -41,7 +40,6 @@ class Live:
         self.islands: dict[int, LiveIsland] = {}
         self.steps, self.evals, self.rates = StepRows(), Rows(), TimeRows()
         self.rounds = LiveRounds(self.islands)
-        self.news = Ring(MOST_NEWS)
         self.latest: dict[tuple[str, int | None], Event] = {}
         """Of each island the last event of every kind that has numbers."""
         self.sample: Event | None = None
@@ -211,7 +209,6 @@ class Live:
 
     def _take_excluded(self, event: Event) -> None:
         self.rounds.excluded(event, self.version)
-        self._tell(event)
 
     def _take_catch_up(self, event: Event) -> None:
         self.rounds.caught_up(event, self.version)
@@ -220,7 +217,6 @@ class Live:
         island = self.islands[int(event.get("island") or 0)]
         island.nonfinite_round, island.rounds_at_nonfinite = int(event["round"]), island.rounds_in
         self.rounds.mark(event, "n", self.version)
-        self._tell(event)
 
     def _take_seal(self, event: Event) -> None:
         for number in (*event["islands"], *event["missing"]):
@@ -231,11 +227,9 @@ class Live:
     def _take_join(self, event: Event) -> None:
         self.rounds.elastic = True
         self.islands[int(event["island"])].joined = int(event["round"])
-        self._tell(event)
 
     def _take_leave(self, event: Event) -> None:
         self.islands[int(event["island"])].left = int(event["round"])
-        self._tell(event)
 
     def _take_island(self, event: Event) -> None:
         self.islands[int(event["island"])].host = str(event.get("host") or "")
@@ -244,7 +238,6 @@ class Live:
         island = self.islands[int(event["island"])]
         if island.gone is None and not self.finished:
             island.gone = event
-            self._tell(event)
 
     def _take_eval(self, event: Event) -> None:
         if event.get("val_loss") is None:
@@ -267,14 +260,12 @@ class Live:
         for number in list(self.islands):
             self.islands[number] = LiveIsland(number, step=step, host=self.islands[number].host)
         self.rounds.islands = self.islands
-        self._tell(event)
 
     def _take_end(self, event: Event) -> None:
         self.end = event
         island = self.islands.get(int(event.get("island") or 0))
         if island is not None:
             island.ended = True
-        self._tell(event)
 
     def _take_reset(self, event: Event) -> None:
         self.clear()
@@ -285,8 +276,3 @@ class Live:
     def _tear(self, line: int, text: str) -> None:
         self.torn += 1
         self.first_torn = self.first_torn or (f"line {line}: {text}" if line else text)[:200]
-
-    def _tell(self, event: Event) -> None:
-        """One of the few things that happen now and then."""
-        row = [event.get(name) for name in ("time", "event", "island", "round", "step")]
-        self.news.put(object(), row, self.version)

@@ -11,7 +11,7 @@ from isles.view.events import Event
 
 RECENT_STEPS, RECENT_ROUNDS = 100, 20
 SILENT_SECONDS, SILENT_STEPS = 5.0, 15
-"""An island is silent if it says nothing for so long, and for so many of its steps."""
+"""An island is silent if it says nothing for so long, for so many of its steps, and for twice its longest pause."""
 
 
 def _steps() -> deque[float]:
@@ -32,6 +32,8 @@ class LiveIsland:
     loss: float | None = None
     loss_is_finite: bool = True
     last_time: float = 0.0
+    longest_pause: float = 0.0
+    """Between two of its events: evaluations and checkpoints make some."""
     seconds: deque[float] = field(default_factory=_steps)
     waits: deque[float] = field(default_factory=_steps)
     slacks: deque[float] = field(default_factory=_rounds)
@@ -60,6 +62,8 @@ class LiveIsland:
     def take(self, event: Event) -> None:
         """What every event says: the island lives."""
         time = float(event.get("time") or 0.0)
+        if self.last_time:
+            self.longest_pause = max(self.longest_pause, time - self.last_time)
         self.last_time = max(self.last_time, time)
         if self.gone is not None and time > float(self.gone["time"]):
             self.gone = None
@@ -113,7 +117,8 @@ class LiveIsland:
             return "left"
         if self.gone is not None:
             return "gone"
-        if self.last_time and now - self.last_time > max(SILENT_SECONDS, SILENT_STEPS * (self.step_seconds or 0.0)):
+        usual = max(SILENT_SECONDS, SILENT_STEPS * (self.step_seconds or 0.0), 2 * self.longest_pause)
+        if self.last_time and now - self.last_time > usual:
             return "silent"
         if self.out_in_a_row:
             return "out"

@@ -112,7 +112,6 @@ class Watched:
             result.update(steps=live.steps.since(since), evals=live.evals.since(since), rates=live.rates.since(since))
             rounds = live.rounds
             result.update(flights=rounds.flights.since(since), rounds=rounds.rounds.since(since))
-            result["news"] = live.news.since(since)
         return result
 
     def events(self, most_bytes: int) -> list[Event]:
