@@ -44,7 +44,7 @@ DIGITS = 12
 """Of numbers: seconds since the epoch take ten."""
 SCRIPTS = (*report.SCRIPTS[:-1], "derive.js", "status.js", "islands.js", "dots.js", "rates.js", "live.js")
 """The report's, with another beginning."""
-STYLES = (*report.STYLES, "live.css")
+STYLES = (*report.STYLES, "live.css", "islands.css")
 PAGE = """<!doctype html>
 <html lang="en">
 <head>

@@ -27,6 +27,7 @@ SEALS_AT_FIRST = 500
 """How many of the latest seals are read of a run that has been going on for long."""
 PIECES_AT_ONCE = 64
 MOST_BYTES = 1 << 30
+ISLAND_NAME = re.compile(r"islands/(\d{4,9})(\.left)?\.json")
 SEAL_NAME = re.compile(r"seals/(\d{8,15})\.json")
 
 
@@ -86,8 +87,8 @@ class Store:
                 return []
             self.exists = True
         self._read_memberships()
-        self._read_seals()
-        self._read_pieces()
+        more = [self._read_seals(), self._read_pieces()]
+        self.behind = any(more)
         found, self._found = self._found, []
         return found
 
@@ -106,39 +107,48 @@ class Store:
     def _read_memberships(self) -> None:
         from isles.elastic.objects import Announcement
 
-        for name in sorted(self._reader.list(ISLANDS)):
-            match = re.fullmatch(r"islands/(\d{4,9})(\.left)?\.json", name)
-            if match is None:
+        found = [match for name in self._reader.list(ISLANDS) if (match := ISLAND_NAME.fullmatch(name))]
+        fresh = sorted(match[0] for match in found if int(match[1]) not in (self._left if match[2] else self._joined))
+        for name, data in zip(fresh, self._pool.map(self._get, fresh), strict=True):
+            match = ISLAND_NAME.fullmatch(name)
+            if data is None or match is None:
                 continue
             island, told = int(match[1]), self._left if match[2] else self._joined
-            data = None if island in told else self._get(name)
-            if data is not None:
-                told.add(island)
-                with self._strictly():
-                    number = Announcement.parse(data, name).round
-                    self._found.append({"event": "leave" if match[2] else "join", "island": island, "round": number})
+            told.add(island)
+            with self._strictly():
+                number = Announcement.parse(data, name).round
+                self._found.append({"event": "leave" if match[2] else "join", "island": island, "round": number})
 
-    def _read_seals(self) -> None:
-        from isles.elastic.objects import Seal, seal_name
+    def _read_seals(self) -> bool:
+        """The next ones: first one is asked for, and more at a time as long as there are some. Whether more are left."""
+        from isles.elastic.objects import seal_name
 
         if self._seal is None:
             numbers = [int(match[1]) for name in self._reader.list(SEALS) if (match := SEAL_NAME.fullmatch(name))]
             self._seal = max(0, max(numbers, default=0) - SEALS_AT_FIRST)
-        for number in range(self._seal + 1, self._seal + 1 + SEALS_AT_FIRST):
-            name = seal_name(number)
-            data = self._get(name)
-            if data is None:
-                return
-            self._seal = number
-            with self._strictly():
-                seal = Seal.parse(data, name)
-                sizes = {str(each.island): each.num_bytes for each in seal.contributions}
-                places = {"round": seal.round, "fragment": seal.fragment, "clock": seal.clock}
-                who = {"islands": list(seal.islands), "missing": list(seal.missing), "num_bytes": sizes}
-                self._found.append({"event": "seal", **places, **who})
+        batch = 1
+        while batch <= SEALS_AT_FIRST:
+            names = [seal_name(self._seal + ahead) for ahead in range(1, batch + 1)]
+            for name, data in zip(names, list(self._pool.map(self._get, names)), strict=True):
+                if data is None:
+                    return False
+                self._seal += 1
+                self._take_seal(name, data)
+            batch *= 4
+        return True
 
-    def _read_pieces(self) -> None:
-        """The next ones of every island that may have some; at most so many at once."""
+    def _take_seal(self, name: str, data: bytes) -> None:
+        from isles.elastic.objects import Seal
+
+        with self._strictly():
+            seal = Seal.parse(data, name)
+            sizes = {str(each.island): each.num_bytes for each in seal.contributions}
+            places = {"round": seal.round, "fragment": seal.fragment, "clock": seal.clock}
+            who = {"islands": list(seal.islands), "missing": list(seal.missing), "num_bytes": sizes}
+            self._found.append({"event": "seal", **places, **who})
+
+    def _read_pieces(self) -> bool:
+        """The next ones of every island that may have some, at most so many at once. Whether more are left."""
         for name in [] if self._pieces else self._reader.list(EVENTS):
             if piece := _piece(name):
                 self._pieces.setdefault(piece[0], 0)
@@ -155,8 +165,8 @@ class Store:
                     self._silent.add(island)
             asked = [island for island, data in answers if data is not None]
             left -= len(asked)
-        self.behind = bool(asked)
         self._found += sorted(fresh, key=_time)
+        return bool(asked)
 
     @contextmanager
     def _strictly(self) -> Iterator[None]:
