@@ -120,7 +120,7 @@ class Store:
                 self._found.append({"event": "leave" if match[2] else "join", "island": island, "round": number})
 
     def _read_seals(self) -> bool:
-        """The next ones: first one is asked for, and more at a time as long as there are some. Whether more are left."""
+        """The next ones: one is asked for, then more at a time while there are some. Whether more are left."""
         from isles.elastic.objects import seal_name
 
         if self._seal is None:

@@ -19,33 +19,47 @@ const LOOKS = [
 ];
 const TITLE_ROOM = 34;
 
-function standalone(svg, title) {
+// A copy that needs no style sheet.
+function styled(svg) {
   const copy = svg.cloneNode(true);
   const [originals, copies] = [svg, copy].map((root) => [root, ...root.querySelectorAll('*')]);
   originals.forEach((original, index) => {
     const style = getComputedStyle(original);
     for (const name of LOOKS) copies[index].setAttribute(name, style.getPropertyValue(name));
   });
-  const { width, height } = svg.viewBox.baseVal;
-  const root = getComputedStyle(document.documentElement);
-  const paper = getComputedStyle(svg.closest('figure')).backgroundColor;
+  return copy;
+}
+
+// The runs that are shown, for charts that tell them apart by their lines.
+function savedLegend(svg, text) {
+  const buttons = [...document.querySelectorAll('.legend button[aria-pressed="true"]')];
+  if (buttons.length < 2 || !svg.querySelector('path.line')) return null;
+  const group = shape('g', {});
+  let x = 0;
+  for (const button of buttons) {
+    const sign = styled(button.querySelector('svg'));
+    for (const [name, value] of Object.entries({ x, y: -24, width: 26, height: 12 })) sign.setAttribute(name, value);
+    group.append(sign, shape('text', { ...text, x: x + 33, y: -14, 'font-size': 13 }, button.textContent));
+    x += 33 + 8 * button.textContent.length + 22;
+  }
+  return group;
+}
+
+function standalone(svg, title) {
+  const copy = styled(svg);
   copy.querySelectorAll('.cursor, .selection, .touch').forEach((node) => node.remove());
+  const { width, height } = svg.viewBox.baseVal;
+  const body = getComputedStyle(document.body);
+  const text = { x: 0, y: -14, fill: body.color, 'font-family': body.fontFamily };
+  const runs = savedLegend(svg, text);
+  const room = runs ? 2 * TITLE_ROOM - 10 : TITLE_ROOM;
+  const whole = [-8, -room, width + 16, height + room + 8];
+  const fill = getComputedStyle(svg.closest('figure')).backgroundColor;
   copy.prepend(
-    shape('rect', { x: -8, y: -TITLE_ROOM, width: width + 16, height: height + TITLE_ROOM + 8, fill: paper }),
-    shape(
-      'text',
-      {
-        x: 0,
-        y: -14,
-        fill: getComputedStyle(document.body).color,
-        'font-size': 15,
-        'font-weight': 600,
-        'font-family': root.fontFamily || 'sans-serif',
-      },
-      title,
-    ),
+    shape('rect', { x: whole[0], y: whole[1], width: whole[2], height: whole[3], fill }),
+    shape('text', { ...text, y: 20 - room, 'font-size': 15, 'font-weight': 600 }, title),
+    ...(runs ? [runs] : []),
   );
-  const whole = [-8, -TITLE_ROOM, width + 16, height + TITLE_ROOM + 8];
   copy.setAttribute('viewBox', whole.join(' '));
   copy.setAttribute('width', whole[2]);
   copy.setAttribute('height', whole[3]);
