@@ -313,5 +313,6 @@ def test_the_bench_compares_a_full_page_with_an_empty_one():
     assert "live page: 8 islands, 2,000 events, against an empty page" in done.stdout
     assert {row["claim"].partition(":")[2] for row in result["checks"]} == {
         " seconds to the first paint",
+        " seconds until data is drawn",
         " seconds of an update",
     }

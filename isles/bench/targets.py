@@ -57,6 +57,7 @@ def _page(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if page := result.get("page"):
         size = f"{page['islands']} islands, {page['events']:,} events"
         yield _at_most(f"live page, {size}: seconds to the first paint", page["full"]["paint_seconds"], 2.0)
+        yield _at_most(f"live page, {size}: seconds until data is drawn", page["full"]["ready_seconds"], 2.0)
         yield _at_most(f"live page, {size}: seconds of an update", page["full"]["update_seconds"], 0.1)
 
 

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Protocol
 from isles.view import events
 from isles.view.events import Event
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 LONGEST_LINE = 1 << 22
 """A line without an end that is longer is no event: it is dropped, not kept in memory."""
 

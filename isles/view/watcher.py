@@ -20,7 +20,7 @@ from isles.view.problems import Problem, problems
 from isles.view.runs import Run
 from isles.view.sources import Folder, Source
 
-READ_SECONDS = 0.2
+READ_SECONDS = 0.15
 """A look at a long log takes no longer; the rest is read at the next look."""
 REPORT_BYTES = 64 << 20
 """Of a log that is longer a finished run keeps its live charts, which are coarser than a report's."""

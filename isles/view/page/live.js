@@ -178,7 +178,6 @@ async function poll() {
   } catch {
     failures += 1;
     sign.bad(seen.time);
-    if (!parts) document.body.prepend(element('main', {}, sign.root));
   }
   let wait = Math.min(SLOWEST_POLL, 500 * 2 ** failures);
   if (update) {
@@ -203,4 +202,5 @@ document.addEventListener('visibilitychange', () => {
 });
 window.addEventListener('beforeprint', () => parts?.charts.drawAll());
 redrawOnResize();
+document.body.prepend(element('main', {}, heading('isles watch', '', sign.root)));
 poll();

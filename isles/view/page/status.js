@@ -108,7 +108,7 @@ function problemList(runs) {
 
 // Whether what is shown is still true.
 function connectionSign() {
-  const root = element('p', { class: 'connection', role: 'status' });
+  const root = element('p', { class: 'connection', role: 'status', 'data-state': 'reading' }, 'asking the server');
   return {
     root,
     good(reading) {
