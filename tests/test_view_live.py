@@ -102,7 +102,7 @@ def test_rings_and_stretches_of_time_are_bounded():
 
 def test_an_event_that_is_not_as_it_should_be_is_counted_and_passed_over():
     run = live(
-        [{"event": "step", "island": 0, "step": "x"}, {"event": "seal"}, {"event": "step", "island": 0, "step": 3}]
+        [{"event": "step", "island": 0, "step": "x"}, {"event": "sealed"}, {"event": "step", "island": 0, "step": 3}]
     )
     assert run.torn == 2
     assert run.last_step == 3

@@ -151,7 +151,7 @@ def seal(number: int, inside: tuple[int, ...], missing: tuple[int, ...] = (), fr
 
 def piece(island: int, steps: range, begin: float = 1000.0) -> bytes:
     base = {"event": "step", "island": 0, "loss": 3.0, "seconds": 0.5, "wait_seconds": 0.0, "bytes_sent": 100}
-    lines = [{**base, "step": step, "clock": step + 5 * island, "time": begin + step} for step in steps]
+    lines = [{**base, "own_step": step, "step": step + 5 * island, "time": begin + step} for step in steps]
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
@@ -191,9 +191,6 @@ def test_a_store_run_tells_who_came_who_went_and_who_was_in(tmp_path: Path, wher
     assert [islands[n].step for n in range(3)] == [20, 20, 20]
     assert islands[2].clock == run.last_step - 60 == 30  # seals are ahead, at clock 90
     assert not run.torn
-    sent = {"event": "send", "island": 2, "step": 20, "fragment": 0, "round": 3, "num_bytes": 9, "time": 1020.0}
-    run.feed_all([sent])
-    assert run.rounds.flights.rows() == [[2, 0, 3, 30, None, 9, None, None]]  # at the clock of the island
 
 
 def test_what_is_new_in_a_store_is_found_with_a_few_requests():
@@ -207,7 +204,7 @@ def test_what_is_new_in_a_store_is_found_with_a_few_requests():
     store[seal_name(7)] = seal(7, (0, 2))
     store["events/0002/00000003.jsonl"] = piece(2, range(21, 24))
     found = source.read()
-    assert kinds(found) == ["seal", "step", "step", "step"]
+    assert kinds(found) == ["sealed", "step", "step", "step"]
     assert {event.get("island", 2) for event in found} == {2}
 
 
@@ -251,17 +248,16 @@ def test_a_store_without_a_run_and_one_with_a_damaged_object():
     assert run.islands[0].rounds_in == 5
 
 
-def test_a_store_run_is_finished_when_its_last_island_is():
+def test_a_store_run_is_finished_when_an_island_has_come_to_its_end():
     store = elastic_run()
-    store["events/0000/00000003.jsonl"] = b'{"event": "end", "time": 1030.0, "steps": 20}\n'
     source, run = Store(store), Live("store")
     run.feed_all(source.read())
     assert not run.finished
-    store[left_name(2)] = Announcement("token 2", 8).pack()
+    store["events/0000/00000003.jsonl"] = b'{"event": "end", "time": 1030.0, "steps": 20}\n'
     run.feed_all(source.read())
     assert run.finished
     report = Run(source.everything(1 << 20) or [])
-    assert [step.step for step in report.steps] == list(range(1, 21))
+    assert [step.step for step in report.steps] == list(range(1, 31))
     assert source.everything(100) is None
 
 
@@ -270,7 +266,7 @@ def test_a_report_of_a_store_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(store_source, "open_store", lambda url: store)
     assert main(["report", "--store", "s3://bucket/mine", "--out", str(tmp_path / "page.html"), "--json"]) == 0
     [run] = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
-    assert (run["name"], run["steps"], run["bytes_sent"]) == ("mine", 20, 6000)
+    assert (run["name"], run["steps"], run["bytes_sent"]) == ("mine", 30, 6000)
     store.clear()
     assert main(["report", "--store", "s3://bucket/mine", "--out", str(tmp_path / "page.html")]) == 2
     assert main(["report"]) == 2

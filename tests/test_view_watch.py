@@ -22,11 +22,12 @@ from isles.view.store_source import Store
 from isles.view.watcher import Watcher, watcher_of
 from tests import browser as browsers
 from tests import test_train_run as training
+from tests import test_train_store as stores
 from tests.test_train_run import SMALL, STEPS, events, finish, holding, start
 from tests.test_view_sources import elastic_run, piece, seal
 from tests.test_view_synthetic import synthetic
 
-environment = training.environment  # a fixture
+environment, machines = training.environment, stores.machines  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,25 @@ def test_islands_that_come_and_go_in_a_store(browser: Any):
         store[left_name(0)] = Announcement("token 0", 8).pack()
         page.locator(".rows tr", has_text="left before round 8").wait_for()
         page.locator(".problems li", has_text="Island 2 has been out of 2 rounds").wait_for()
+
+
+def test_processes_that_train_over_a_store_join_and_leave(browser: Any, tmp_path: Path, machines: list[Any]):
+    steps = ["--steps", "100000", "--eval-every", "0", *stores.TINY, *stores.METHOD]
+    stores.start(machines, tmp_path, "first", *steps)
+    stores.until(lambda: stores.rounds(tmp_path) >= 2, machines[0])
+    with Server(watcher_of([], str(tmp_path / "bucket"))) as server, browsers.opened(browser, server.url) as page:
+        page.wait_for_selector(".state[data-phase=running]")
+        assert page.locator("h1").inner_text() == "bucket"
+        second = stores.start(machines, tmp_path, "second")
+        page.locator(".rows tr[data-state=in]", has_text="island 1").wait_for()
+        page.locator("#rounds").scroll_into_view_if_needed()
+        page.wait_for_selector("#rounds .plot path.joins", state="attached")
+        wait_until(page, lambda: "ms" in page.locator(".rows tr").nth(2).locator("td").nth(9).inner_text(), "a slack")
+        second.send_signal(signal.SIGINT)
+        page.locator(
+            ".rows tr[data-state=left]", has_text=re.compile(r"island 1.*left before round \d+", re.DOTALL)
+        ).wait_for()
+        assert page.locator(".rows tr[data-state=left]").count() == 1
 
 
 def test_sixty_four_islands_fit_a_phone(browser: Any, tmp_path: Path):

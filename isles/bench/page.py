@@ -3,7 +3,7 @@
 Both pages are served here and opened in turns; the best of several openings counts. *First paint* is the browser's own
 first-contentful-paint, *ready* is when the first data is drawn. An *update* is the CPU time that the main thread of the
 page takes for one answer: scripts, layout, painting. Of the full page all visible charts are drawn anew each time, as
-its log grows by one step of every island. Memory is that of the page's JavaScript, and what the server keeps of the run.
+its log grows by one step of every island. Memory is that of its JavaScript, and what the server keeps of the run.
 """
 
 from __future__ import annotations

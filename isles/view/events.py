@@ -9,8 +9,8 @@ seconds since the epoch. A number that is not finite is written as null. `island
                 "0,3"}], tokens_per_step (all islands), version (of isles)
     step        island, step, loss, learning_rate, seconds (of the step), wait_seconds (the part spent waiting for the
                 network), engine_seconds (all that synchronising took: waiting, encoding, applying), bytes_sent and
-                bytes_received (by this island, in this step), tokens (of all islands, so far), clock (where that is
-                not the step: islands that come and go)
+                bytes_received (by this island, in this step), tokens (of all islands, so far); where islands come and
+                go, `step` is the clock of the run, and own_step counts the steps that the island itself has taken
     send        island, step, fragment, round, num_bytes
     apply       island, step, fragment, round, seconds (waited), slack_seconds (how long before it was due the result
                 arrived; negative: the island waited; null: not known)

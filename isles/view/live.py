@@ -29,6 +29,8 @@ class Live:
     def __init__(self, name: str, versions: itertools.count[int] | None = None) -> None:
         self._versions = versions or itertools.count(1)
         self._fallback = name
+        self.lag_seconds = 0.0
+        """How old the newest events may be."""
         self.version = 0
         self.clear()
 
@@ -98,21 +100,23 @@ class Live:
     @property
     def tokens_per_island_step(self) -> float | None:
         tokens = self.config.get("tokens_per_step")
-        return float(tokens) / max(1, int(self.config.get("islands") or 1)) if tokens else None
+        return float(tokens) / (1 if self.elastic else max(1, int(self.config.get("islands") or 1))) if tokens else None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether islands come and go."""
+        return any(island.joined is not None for island in self.islands.values())
 
     @property
     def island_count(self) -> int:
         """Of islands that take part, or did when the run ended."""
-        present = [island for island in self.islands.values() if island.left is None]
-        fixed = not any(island.joined for island in self.islands.values())
-        return max(len(present), int(self.config.get("islands") or 1) if fixed else 0, 1)
+        present = [island for island in self.islands.values() if island.left is None or island.ended]
+        return max(len(present), 0 if self.elastic else int(self.config.get("islands") or 1), 1)
 
     @property
     def finished(self) -> bool:
-        """Whether it has come to its end: where islands come and go, when the last one has."""
-        if self.end is None:
-            return False
-        return all(island.ended or island.left is not None for island in self.islands.values() if island.joined)
+        """Whether it has come to its end. All islands come to it together, or soon after the first."""
+        return self.end is not None
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -181,11 +185,11 @@ class Live:
             self._before = time if restarted else max(self._before, time)
 
     def _take_config(self, event: Event) -> None:
-        if not self.config or not self.rounds.elastic:  # where islands come and go, all say the same: the first counts
+        if not self.config or not self.elastic:  # where islands come and go, all say the same: the first counts
             self.config, self.config_version = event, self.version
 
     def _take_step(self, event: Event) -> None:
-        island, place = self.islands[int(event.get("island") or 0)], int(event.get("clock") or event["step"])
+        island, place = self.islands[int(event.get("island") or 0)], int(event["step"])
         island.take_step(event)
         self.last_step = max(self.last_step, place)
         self.tokens = max(self.tokens, int(event.get("tokens") or 0))
@@ -218,18 +222,27 @@ class Live:
         island.nonfinite_round, island.rounds_at_nonfinite = int(event["round"]), island.rounds_in
         self.rounds.mark(event, "n", self.version)
 
-    def _take_seal(self, event: Event) -> None:
+    def _take_sealed(self, event: Event) -> None:
         for number in (*event["islands"], *event["missing"]):
             self._island(int(number))
         self.rounds.sealed(event, self.version)
         self.last_step = max(self.last_step, int(event["clock"]))
 
-    def _take_join(self, event: Event) -> None:
-        self.rounds.elastic = True
+    def _take_announced(self, event: Event) -> None:
+        self.rounds.has_seals = True
         self.islands[int(event["island"])].joined = int(event["round"])
 
-    def _take_leave(self, event: Event) -> None:
+    def _take_departed(self, event: Event) -> None:
         self.islands[int(event["island"])].left = int(event["round"])
+
+    def _take_join(self, event: Event) -> None:
+        """What an island's own log says; the store knows the round."""
+        island = self.islands[int(event["island"])]
+        island.joined = 0 if island.joined is None else island.joined
+
+    def _take_leave(self, event: Event) -> None:
+        island = self.islands[int(event["island"])]
+        island.left = 0 if island.left is None else island.left
 
     def _take_island(self, event: Event) -> None:
         self.islands[int(event["island"])].host = str(event.get("host") or "")

@@ -29,6 +29,7 @@ class LiveIsland:
     number: int
     step: int = 0
     clock: int | None = None
+    """Of the run, where that is not the island's own step."""
     loss: float | None = None
     loss_is_finite: bool = True
     last_time: float = 0.0
@@ -69,8 +70,8 @@ class LiveIsland:
             self.gone = None
 
     def take_step(self, event: Event) -> None:
-        self.step = int(event["step"])
-        self.clock = event.get("clock")
+        own = event.get("own_step")
+        self.step, self.clock = (int(event["step"]), None) if own is None else (int(own), int(event["step"]))
         loss = event.get("loss")
         self.loss_is_finite = loss is not None or "loss" not in event
         self.loss = loss if self.loss is None or loss is None else 0.9 * self.loss + 0.1 * loss
@@ -97,6 +98,11 @@ class LiveIsland:
         self.out_since = number if self.out_since is None else self.out_since
 
     @property
+    def place(self) -> int:
+        """In the schedule."""
+        return self.step if self.clock is None else self.clock
+
+    @property
     def step_seconds(self) -> float | None:
         return statistics.mean(self.seconds) if sum(self.seconds) > 0 else None
 
@@ -111,7 +117,7 @@ class LiveIsland:
 
     def state(self, now: float, over: bool, total_steps: int | None) -> str:
         """One word: in, out, left, gone, silent, done, joined."""
-        if self.ended or (over and self.left is None) or (total_steps and self.step >= total_steps):
+        if self.ended or (over and self.left is None) or (total_steps and self.place >= total_steps):
             return "done"
         if self.left is not None:
             return "left"

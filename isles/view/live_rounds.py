@@ -27,8 +27,8 @@ class LiveRounds:
 
     def __init__(self, islands: dict[int, LiveIsland]) -> None:
         self.islands = islands
-        self.elastic = False
-        """Whether islands come and go."""
+        self.has_seals = False
+        """Whether a store tells who is in a round."""
         self.rounds = Ring(MOST_ROUNDS)
         """Rows of [fragment, round, step or clock, letters], by fragment and round; with seals by the seal's number."""
         self.flights = Ring(MOST_FLIGHTS)
@@ -44,7 +44,7 @@ class LiveRounds:
 
     def sent(self, event: Event, version: int) -> None:
         key = _key(event)
-        place = [self._place(event), None, int(event.get("num_bytes") or 0), None, None]
+        place = [int(event["step"]), None, int(event.get("num_bytes") or 0), None, None]
         self.flights.put(key, [*key, *place], version)
         self._sent_times[key] = float(event.get("time") or 0.0)
         if len(self._sent_times) > MOST_FLIGHTS:
@@ -57,9 +57,9 @@ class LiveRounds:
         if flight is None or sent is None:
             return  # early delayed and eager rounds apply what was never sent
         aloft = float(event.get("time") or 0.0) - sent
-        self.flights.put(key, [*flight[:4], self._place(event), flight[5], event.get("seconds"), aloft], version)
+        self.flights.put(key, [*flight[:4], int(event["step"]), flight[5], event.get("seconds"), aloft], version)
         island = self.islands.get(key[0])
-        if not self.elastic and self._letter(key) == "s":
+        if not self.has_seals and self._letter(key) == "s":
             self.mark(event, "i", version)
             if island is not None:
                 island.was_in(key[2])
@@ -67,7 +67,7 @@ class LiveRounds:
     def excluded(self, event: Event, version: int) -> None:
         """The others completed the round without this island. A fixed world has no seals: its log says so alone."""
         key, island = _key(event), self.islands[int(event.get("island") or 0)]
-        if not self.elastic:
+        if not self.has_seals:
             if self._letter(key) == "i":
                 island.was_not_in()
             self.mark(event, "x", version)
@@ -84,7 +84,7 @@ class LiveRounds:
     def sealed(self, event: Event, version: int) -> None:
         """Who is in a round, once and for all."""
         number, fragment = int(event["round"]), int(event["fragment"])
-        self.elastic, self._fragments = True, max(self._fragments, fragment + 1)
+        self.has_seals, self._fragments = True, max(self._fragments, fragment + 1)
         inside, missing = ({int(each) for each in event[name]} for name in ("islands", "missing"))
         last = max((*inside, *missing), default=-1)
         letters = "".join("i" if n in inside else "x" if n in missing else "." for n in range(last + 1))
@@ -99,23 +99,17 @@ class LiveRounds:
 
     def mark(self, event: Event, letter: str, version: int) -> None:
         """Sets the letter of an island in a round. With seals, sends and applies say nothing about who was in."""
-        if self.elastic and letter in "si":
+        if self.has_seals and letter in "si":
             return
         island, fragment, number = _key(event)
         key = self._key(fragment, number)
         row = self.rounds.get(key)
         if row is None:
-            if self.elastic:
+            if self.has_seals:
                 return
             row = [fragment, number, int(event["step"]), ""]
         letters = row[3].ljust(island + 1, ".")
         self.rounds.put(key, [*row[:3], letters[:island] + letter + letters[island + 1 :]], version)
-
-    def _place(self, event: Event) -> int:
-        """Where charts put it: at its step, or at the clock of the island, where that is another."""
-        island = self.islands.get(int(event.get("island") or 0))
-        ahead = island.clock - island.step if island is not None and island.clock is not None else 0
-        return int(event.get("clock") or int(event["step"]) + ahead)
 
     def _letter(self, key: tuple[int, int, int]) -> str:
         row = self.rounds.get(self._key(*key[1:]))
@@ -123,7 +117,7 @@ class LiveRounds:
 
     def _key(self, fragment: int, number: int) -> Any:
         """Seals number the rounds of all fragments in one sequence: each period has one of each fragment."""
-        if not self.elastic:
+        if not self.has_seals:
             return (fragment, number)
         period = range((number - 1) * self._fragments + 1, number * self._fragments + 1)
         rows = ((seal, self.rounds.get(seal)) for seal in period)

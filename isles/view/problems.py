@@ -64,20 +64,23 @@ def _active(run: Live) -> list[LiveIsland]:
 def _ended(run: Live, now: float, place: str) -> Iterator[Problem]:
     """Processes that have ended before their time."""
     total = run.total_steps
-    dead = [i for i in run.islands.values() if i.gone is not None and not (total and i.step >= total)]
+    dead = [i for i in run.islands.values() if i.gone is not None and not (total and i.place >= total)]
     if not dead:
         return
+    dead = [island for island in dead if island.left is None]
     resume = f"Continue with: isles train --resume --run {place}" if place else "Continue from its last checkpoint."
     if len(dead) == len(run.islands) > 1 and len({str(i.gone and i.gone["said"]) for i in dead}) == 1:
         said = str(dead[0].gone and dead[0].gone["said"])
         yield Problem(f"All islands have ended at step {run.last_step}{_quoted(said)}", resume, severe=True)
         return
+    if run.elastic:
+        resume = "The others go on. Start the same command again to bring it back."
     consequences = [i for i in dead if any(words in str(i.gone and i.gone["said"]) for words in LOST_ANOTHER)]
     causes = [i for i in dead if i not in consequences] or dead
     for island in causes:
         gone = island.gone or {}
         ago = units.duration(max(0.0, now - float(gone.get("time") or now)))
-        who = f"Island {island.number} (process {gone.get('pid')}) has ended at step {island.step}, {ago} ago"
+        who = f"Island {island.number} (process {gone.get('pid')}) has ended at step {island.place}, {ago} ago"
         yield Problem(f"{who}{_quoted(str(gone.get('said') or ''))}", resume, island.number, severe=True)
     if consequences and causes is not dead:
         numbers = ", ".join(str(island.number) for island in consequences)
@@ -86,7 +89,8 @@ def _ended(run: Live, now: float, place: str) -> Iterator[Problem]:
 
 def _silent(run: Live, now: float) -> Iterator[Problem]:
     active = _active(run)
-    silent = [island for island in active if island.state(now, False, run.total_steps) == "silent"]
+    heard = now - run.lag_seconds
+    silent = [island for island in active if island.state(heard, False, run.total_steps) == "silent"]
     evaluating = "It may be evaluating or saving; otherwise check its machine and its link."
     if len(silent) == len(active) > 1:
         quiet = units.duration(now - max(island.last_time for island in silent))
@@ -159,7 +163,7 @@ def _shorter_waits(run: Live, island: LiveIsland, typical: float) -> str:
 def _slow(run: Live) -> Iterator[Problem]:
     """Where the set of islands is fixed, all go at the pace of the slowest."""
     busy = {i.number: i.step_seconds * (i.utilization or 0.0) for i in _active(run) if i.step_seconds}
-    if run.rounds.elastic or len(busy) < 2:
+    if run.elastic or len(busy) < 2:
         return
     middle = statistics.median(busy.values())
     for number, seconds in busy.items():

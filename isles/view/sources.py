@@ -7,9 +7,12 @@ fed in one way:
     reset   what was read so far is void: another run has taken the place of this one
     torn    line, text                       a line that is no event
     gone    island, rank, pid, said          the process of an island has ended; the last line that it printed
-    join    island, round                    (object stores) the island exists, and may be in rounds from this one on
-    leave   island, round                    (object stores) nobody waits for the island from this round on
-    seal    round, fragment, clock, islands, missing, num_bytes       (object stores) who is in a round
+
+and of object stores, whose rounds have one numbering for all fragments
+
+    announced   island, round                the island exists, and may be in rounds from this one on
+    departed    island, round                nobody waits for the island from this round on
+    sealed      round, fragment, clock, islands, missing, num_bytes       who is in a round
 
 `Folder` reads `events.jsonl` of a run's folder from where it stopped last time. The other source, an object store, is
 in `isles.view.store_source`.
@@ -45,6 +48,8 @@ class Source(Protocol):
     """Whether the last `read` left something that is there already."""
     exists: bool
     """Whether anything has been found yet."""
+    lag_seconds: float
+    """How old events are, at most, when they can be read."""
 
     def read(self) -> list[Event]:
         """What is new."""
@@ -70,6 +75,7 @@ class Folder:
     """A run's folder, or its event file; it need not exist yet."""
 
     poll_seconds = 0.25
+    lag_seconds = 0.0
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

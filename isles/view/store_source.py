@@ -65,6 +65,7 @@ class Store:
     """A run in a store; it need not have begun yet."""
 
     poll_seconds = 2.0
+    lag_seconds = 10.0  # pieces are written every few seconds
 
     def __init__(self, reader: Reader, name: str = "store") -> None:
         self._reader, self.name = reader, name
@@ -117,7 +118,9 @@ class Store:
             told.add(island)
             with self._strictly():
                 number = Announcement.parse(data, name).round
-                self._found.append({"event": "leave" if match[2] else "join", "island": island, "round": number})
+                self._found.append(
+                    {"event": "departed" if match[2] else "announced", "island": island, "round": number}
+                )
 
     def _read_seals(self) -> bool:
         """The next ones: one is asked for, then more at a time while there are some. Whether more are left."""
@@ -145,7 +148,7 @@ class Store:
             sizes = {str(each.island): each.num_bytes for each in seal.contributions}
             places = {"round": seal.round, "fragment": seal.fragment, "clock": seal.clock}
             who = {"islands": list(seal.islands), "missing": list(seal.missing), "num_bytes": sizes}
-            self._found.append({"event": "seal", **places, **who})
+            self._found.append({"event": "sealed", **places, **who})
 
     def _read_pieces(self) -> bool:
         """The next ones of every island that may have some, at most so many at once. Whether more are left."""
@@ -177,13 +180,15 @@ class Store:
             self._found.append({"event": "torn", "line": 0, "text": str(error)[:200]})
 
     def _events(self, island: int, data: bytes) -> list[Event]:
-        """The events of a piece, as those of the island whose piece it is."""
+        """The events of a piece, as those of the island whose piece it is. The run has the name of the store."""
         found = []
         for line in data.split(b"\n"):
             self._lines[island] = self._lines.get(island, 0) + 1
             event = sources.parse(line, self._lines[island])
             if event is not None:
                 found.append({**event, "island": island})
+                if event["event"] == "config":
+                    found[-1]["name"] = self.name
         return found
 
     def _get(self, name: str) -> bytes | None:

@@ -32,6 +32,7 @@ class Watched:
     def __init__(self, source: Source, place: str, versions: itertools.count[int]) -> None:
         self.source, self.place = source, place
         self.live = Live(source.name, versions)
+        self.live.lag_seconds = source.lag_seconds
         self.trouble = ""
         """Why the source could not be read the last time."""
         self._read_at = -float("inf")
@@ -79,7 +80,7 @@ class Watched:
             "place": self.place,
             "step": live.last_step,
             "steps": total,
-            "elastic": live.rounds.elastic,
+            "elastic": live.elastic,
             "loss": sum(losses) / len(losses) if losses else None,
             "tokensPerSecond": sum(speeds) if speeds else None,
             "bytesPerStep": sent / live.last_step if live.last_step else None,
@@ -94,7 +95,8 @@ class Watched:
         """Those that are there first; of those that have left the latest."""
         live = self.live
         tokens, total = live.tokens_per_island_step, live.total_steps
-        rows = [island.row(now, live.finished, total, tokens) for island in live.islands.values()]
+        heard = now - self.source.lag_seconds
+        rows = [island.row(heard, live.finished, total, tokens) for island in live.islands.values()]
         return sorted(rows, key=lambda row: (row["state"] == "left", row["island"]))
 
     def update(self, since: int) -> dict[str, Any]:
@@ -175,13 +177,14 @@ class Watcher:
 
     def _final_report(self) -> tuple[int, dict[str, Any]] | None:
         """The report's data once all runs are finished, and the version that it is of."""
+        version = max(run.live.version for run in self.runs)
         if not all(run.live.finished and not run.source.behind for run in self.runs):
             self._report = None
-        elif self._report is None:
+        elif self._report is None or self._report[0] < version:
             events = [run.events(REPORT_BYTES) for run in self.runs]
             pairs = zip(events, self.runs, strict=True)
             contents = report.contents([Run(found, run.live.name) for found, run in pairs]) if all(events) else {}
-            self._report = (max(run.live.version for run in self.runs), contents)
+            self._report = (version, contents)
         return self._report
 
     def looked_at(self) -> list[Watched]:

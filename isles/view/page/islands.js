@@ -20,7 +20,7 @@ const stateWords = (row) =>
   ({
     in: 'in',
     out: row.outInARow === 1 ? 'out of 1 round' : `out of ${row.outInARow} rounds`,
-    left: known(row.left) ? `left before round ${row.left}` : 'left',
+    left: row.left ? `left before round ${row.left}` : 'left',
     gone: 'ended',
     silent: 'silent',
     joined: 'joined, in no round yet',
