@@ -189,7 +189,8 @@ def test_a_store_run_tells_who_came_who_went_and_who_was_in(tmp_path: Path, wher
     rows = run.rounds.rounds.rows()
     assert ["".join(letter_of(row, island) for row in rows) for island in range(3)] == ["iiiiii", "iiii..", "...iix"]
     assert [islands[n].step for n in range(3)] == [20, 20, 20]
-    assert islands[2].clock == run.last_step - 60 == 30  # seals are ahead, at clock 90
+    assert islands[2].clock == run.last_step == 30
+    assert [islands[n].row(0.0, False, None, None)["sent"] for n in range(3)] == [2000, 2000, 2000]  # by its own log
     assert not run.torn
 
 
@@ -231,6 +232,14 @@ def test_pieces_are_read_in_parts_and_a_request_that_fails_loses_nothing(monkeyp
     assert not run.trouble
     assert [run.live.islands[n].rounds_in for n in range(3)] == [6, 4, 2]
     assert [len(run.live.islands[n].seconds) for n in range(3)] == [20, 20, 20]
+
+
+def test_seals_alone_tell_clock_members_and_bytes():
+    store = Objects({name: data for name, data in elastic_run().items() if not name.startswith("events/")})
+    run = Live("store")
+    run.feed_all(Store(store).read())
+    assert run.last_step == 90
+    assert [run.islands[n].row(0.0, False, None, None)["sent"] for n in range(3)] == [30_000, 20_000, 10_000]
 
 
 def test_a_store_without_a_run_and_one_with_a_damaged_object():

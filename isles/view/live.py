@@ -15,7 +15,7 @@ from isles.view.events import Event
 from isles.view.live_island import LiveIsland
 from isles.view.live_rounds import LiveRounds
 from isles.view.rows import BYTES, PEAK, SECONDS, WAIT, WALL, Rows, StepRows, TimeRows
-from isles.view.runs import lateness_of
+from isles.view.runs import lateness_of, of_the_whole
 from isles.view.scalars import SCALARS
 
 MOST_EVALS = 1000
@@ -142,7 +142,7 @@ class Live:
             "steps": self.last_step,
             "tokens": self.tokens,
         }
-        end = self.end or {}
+        end = of_the_whole(self.end or {}, self.elastic)
         known = {name: value if end.get(name) is None else end[name] for name, value in so_far.items()}
         return {"finished": self.finished, "byte_ratio": None, "worth": None, **known}
 
@@ -191,7 +191,7 @@ class Live:
     def _take_step(self, event: Event) -> None:
         island, place = self.islands[int(event.get("island") or 0)], int(event["step"])
         island.take_step(event)
-        self.last_step = max(self.last_step, place)
+        self.last_step = max(self.last_step, place) if self.steps.rows else place
         self.tokens = max(self.tokens, int(event.get("tokens") or 0))
         sent, received = int(event.get("bytes_sent") or 0), int(event.get("bytes_received") or 0)
         values = {"tokens": int(event.get("tokens") or 0), "wall": self._wall, "sent": sent}
@@ -226,7 +226,8 @@ class Live:
         for number in (*event["islands"], *event["missing"]):
             self._island(int(number))
         self.rounds.sealed(event, self.version)
-        self.last_step = max(self.last_step, int(event["clock"]))
+        if not self.steps.rows:  # nothing else to go by
+            self.last_step = max(self.last_step, int(event["clock"]))
 
     def _take_announced(self, event: Event) -> None:
         self.rounds.has_seals = True

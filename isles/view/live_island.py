@@ -39,6 +39,8 @@ class LiveIsland:
     waits: deque[float] = field(default_factory=_steps)
     slacks: deque[float] = field(default_factory=_rounds)
     bytes_sent: int = 0
+    bytes_sealed: int = 0
+    """Of its payloads in seals: all that is known as long as it tells nothing itself."""
     bytes_received: int = 0
     wait_seconds: float = 0.0
     rounds_in: int = 0
@@ -143,7 +145,7 @@ class LiveIsland:
             "stepSeconds": pace,
             "utilization": self.utilization,
             "waitSeconds": statistics.mean(self.waits) if self.waits else None,
-            "sent": self.bytes_sent,
+            "sent": self.bytes_sent or self.bytes_sealed,
             "received": self.bytes_received,
             "slack": self.slack_seconds,
             "lastTime": self.last_time or None,

@@ -92,8 +92,7 @@ class LiveRounds:
         for island in self.islands.values():
             if island.number in inside:
                 island.was_in(number)
-                if not island.last_time:  # nothing but seals to go by
-                    island.bytes_sent += int(event["num_bytes"].get(str(island.number), 0))
+                island.bytes_sealed += int(event["num_bytes"].get(str(island.number), 0))
             elif island.left is None and (island.joined or 0) <= number and (island.joined or island.rounds_in):
                 island.was_out(number)
 

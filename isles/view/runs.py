@@ -157,6 +157,16 @@ def lateness_of(method: dict[str, Any]) -> int:
     return int(method.get("delay_rounds") or 1) * int(method.get("sync_every") or 1)
 
 
+def of_the_whole(end: Event, elastic: bool) -> Event:
+    """What an end event says of the whole run: where islands come and go, an island counts for itself alone.
+
+    >>> of_the_whole({"val_loss": 3.0, "steps": 60, "bytes_sent": 9}, elastic=True)
+    {'val_loss': 3.0, 'steps': 60}
+    """
+    shared = ("val_loss", "val_bits_per_byte", "steps")
+    return {name: value for name, value in end.items() if name in shared} if elastic else end
+
+
 def summarize(runs: list[Run]) -> list[Summary]:
     """One summary per run. Bytes are compared with those of the `reference` run."""
     drafts = [_summary(run) for run in runs]
@@ -228,7 +238,8 @@ def distinct_names(runs: list[Run]) -> list[str]:
 
 
 def _summary(run: Run) -> Summary:
-    end, last_eval = run.end or {}, (run.evals or [{}])[-1]
+    elastic = any(event["event"] == "join" for event in run.events)
+    end, last_eval = of_the_whole(run.end or {}, elastic), (run.evals or [{}])[-1]
     seconds = sum(step.step_seconds for step in run.steps)
     waited = sum(step.wait_seconds for step in run.steps)
     tokens = run.steps[-1].tokens if run.steps else 0
