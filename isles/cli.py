@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": ("isles.plan.command", "what bandwidth do I need, what will I get"),
     "lab": ("isles.lab.command", "train over real, slow links: one network namespace per island, on this machine"),
     "simulate": ("isles.elastic.command", "islands that come and go: try their protocol against faults, by seeds"),
+    "watch": ("isles.view.watch", "see runs while they go on: a page that grows, or the terminal"),
     "report": ("isles.view.report", "compare runs in one self-contained HTML page"),
     "export": ("isles.train.export", "write the global model of a run as safetensors"),
     "sample": ("isles.train.sample_command", "let the global model of a run generate text"),

@@ -6,9 +6,7 @@ import argparse
 import base64
 import hashlib
 import json
-import os
 import re
-import shutil
 import subprocess
 import tempfile
 from html.parser import HTMLParser
@@ -20,6 +18,7 @@ import pytest
 from isles.view import links, report, units
 from isles.view.runs import Run
 from isles.view.series import TRAFFIC_ROWS, loss_curve, traffic
+from tests import browser
 from tests.test_view_synthetic import save, synthetic
 
 DASH = "\N{EN DASH}"
@@ -52,12 +51,8 @@ class Page(HTMLParser):
 
 def browse(page: Path) -> Page:
     """The page as chromium has built it."""
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        missing = "chromium is missing, and the report is tested in it: apt-get install chromium"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
     with tempfile.TemporaryDirectory() as profile:
-        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        command = [browser.chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         command += ["--disable-component-update", "--disable-sync", "--no-first-run", f"--user-data-dir={profile}"]
         command += ["--window-size=1280,900", "--dump-dom", page.as_uri()]
         done = subprocess.run(command, capture_output=True, timeout=120, check=True)
@@ -126,8 +121,11 @@ def test_the_browser_may_run_our_script_only_and_load_nothing(tmp_path: Path):
     script = re.search(r"<script>(.*)</script>\n</body>", text, re.DOTALL)
     assert policy
     assert script
-    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    assert policy[1] == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    style = re.search(r"<style>(.*)</style>", text, re.DOTALL)
+    assert style
+    code, look = (base64.b64encode(hashlib.sha256(part[1].encode()).digest()).decode() for part in (script, style))
+    inline = f"style-src 'sha256-{look}'; script-src 'sha256-{code}'"
+    assert policy[1] == f"default-src 'none'; img-src data:; {inline}"
     assert set(re.findall(r"https?://[^\s'\"]*", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from isles.bench import codecs, document, engine, islands, memory, peers, scaling, targets
+from isles.bench import codecs, document, engine, islands, memory, page, peers, scaling, targets
 from isles.bench.engine import Load
 from isles.bench.tables import tables
 
 PARTS = ("codecs", "engine", "islands", "scaling", "memory")
-PEERS = "peers"
-"""Another part, which needs more than isles."""
+PEERS, PAGE = "peers", "page"
+"""Other parts, which need more than isles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class Sizes:
     rounds: int
     memory_parameters: int
     memory_sync_every: int
+    page_islands: int
+    page_events: int
 
 
 FULL = Sizes(
@@ -58,6 +60,8 @@ FULL = Sizes(
     rounds=7,
     memory_parameters=2_400_000,
     memory_sync_every=48,
+    page_islands=64,
+    page_events=100_000,
 )
 QUICK = Sizes(
     values=100_000,
@@ -71,6 +75,8 @@ QUICK = Sizes(
     rounds=2,
     memory_parameters=40_000,
     memory_sync_every=24,
+    page_islands=8,
+    page_events=2_000,
 )
 
 
@@ -80,8 +86,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)} (default: all of these, in some ten minutes), or {PEERS}: torchft, "
-        "over the same shaped links",
+        help=f"what to measure: {', '.join(PARTS)} (default: all of these, in some ten minutes), {PAGE}: the live page "
+        f"in chromium, or {PEERS}: torchft, over the same shaped links",
     )
     parser.add_argument("--peer", metavar="PYTHON", help="of torchft's environment (benchmarks/README.md), for peers")
     parser.add_argument("--quick", action="store_true", help="everything on a small scale, in seconds: a trial")
@@ -93,13 +99,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints a table for each part as it is done, returns the numbers."""
     parts = args.parts or list(PARTS)
-    if unknown := [part for part in parts if part not in (*PARTS, PEERS)]:
-        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join((*PARTS, PEERS))}")
+    if unknown := [part for part in parts if part not in (*PARTS, PAGE, PEERS)]:
+        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join((*PARTS, PAGE, PEERS))}")
     if args.document and set(parts) != set(PARTS):
         raise ValueError("--document needs all parts: leave them out on the command line")
     if args.peer and PEERS not in parts:
         raise ValueError(f"--peer has no meaning without the part {PEERS}: isles bench {PEERS} --peer {args.peer}")
     peer = peers.check(args.peer) if PEERS in parts else None
+    if PAGE in parts:
+        page.check()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as many cores as the baseline, `copy_`, has
     try:
@@ -120,7 +128,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def measure(parts: list[str], sizes: Sizes) -> dict[str, Any]:
     """The numbers of some parts, and what they say about the targets."""
     result: dict[str, Any] = {"machine": _machine(), "values": sizes.values}
-    for part in PARTS:
+    for part in (*PARTS, PAGE):
         if part in parts:
             print(f"measuring: {part}", file=sys.stderr, flush=True)
             found = _MEASURES[part](sizes)
@@ -155,12 +163,17 @@ def _memory(sizes: Sizes) -> dict[str, Any]:
     return {"memory": memory.measure(sizes.memory_parameters, sizes.memory_sync_every)}
 
 
+def _page(sizes: Sizes) -> dict[str, Any]:
+    return {"page": page.measure(sizes.page_islands, sizes.page_events)}
+
+
 _MEASURES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "codecs": _codecs,
     "engine": _engine,
     "islands": _islands,
     "scaling": _scaling,
     "memory": _memory,
+    "page": _page,
 }
 
 

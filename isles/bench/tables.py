@@ -51,7 +51,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, Table]:
         "codecs": _codecs, "engine": _engine, "islands": _islands, "phases": _phases,
         "parameters": lambda result: _sizes(result["scaling"]["parameters"]),
         "fragments": lambda result: _fragments(result["scaling"]["fragments"]),
-        "memory": _memory, "checks": _checks, "peers": _peers,
+        "memory": _memory, "page": _page, "checks": _checks, "peers": _peers,
     }  # fmt: skip
     there = {**result, **dict.fromkeys(("parameters", "fragments"), result.get("scaling"))}
     return {name: make(result) for name, make in makers.items() if there.get(name)}
@@ -168,6 +168,25 @@ def _memory(result: Mapping[str, Any]) -> Table:
         for name, row in result["memory"].items()
     ]
     return Table("memory: on the device, against the bare loop (= data-parallel)", head, rows)
+
+
+def _page(result: Mapping[str, Any]) -> Table:
+    page = result["page"]
+    empty, full, server = page["empty"], page["full"], page["server"]
+    rows = [
+        (what, form(empty[name]), form(full[name]), f"{full[name] / empty[name]:.1f}x" if empty[name] else "-")
+        for what, name, form in (
+            ("first paint", "paint_seconds", _milliseconds),
+            ("ready", "ready_seconds", _milliseconds),
+            ("an update, main thread", "update_seconds", _milliseconds),
+            ("memory of the page", "heap_bytes", units.number_of_bytes),
+        )
+    ]
+    rows.append(("the server reads the log", "-", _milliseconds(server["read_seconds"]), "-"))
+    rows.append(("the server keeps", "-", units.number_of_bytes(server["kept_bytes"]), "-"))
+    rows.append(("an answer", "-", units.number_of_bytes(server["answer_bytes"]), "-"))
+    title = f"live page: {page['islands']} islands, {page['events']:,} events, against an empty page"
+    return Table(title, ("", "empty", "full", "ratio"), rows)
 
 
 def _checks(result: Mapping[str, Any]) -> Table:

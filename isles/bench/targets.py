@@ -19,7 +19,7 @@ def check(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     >>> [row["met"] for row in check({"scaling": {"exponent": 1.02, "fragments": [rows], "growth": [1.2]}})]
     [True, False]
     """
-    return [*_codecs(result.get("codecs", {})), *_engine(result), *_scaling(result), *_memory(result)]
+    return [*_codecs(result.get("codecs", {})), *_engine(result), *_scaling(result), *_memory(result), *_page(result)]
 
 
 def _codecs(codecs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,6 +51,14 @@ def _memory(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _at_most("memory at rest against data-parallel, in one fragment (5/3)", naive["rest"], 1.67)
         yield _at_most("memory at rest against data-parallel, outer state on the host", shelved["rest"], 1.1)
         yield _at_most("peak memory against data-parallel, outer state on the host", shelved["peak"], 1.1)
+
+
+def _page(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if page := result.get("page"):
+        size = f"{page['islands']} islands, {page['events']:,} events"
+        yield _at_most(f"live page, {size}: seconds to the first paint", page["full"]["paint_seconds"], 2.0)
+        yield _at_most(f"live page, {size}: seconds until data is drawn", page["full"]["ready_seconds"], 2.0)
+        yield _at_most(f"live page, {size}: seconds of an update", page["full"]["update_seconds"], 0.1)
 
 
 def _at_least(claim: str, value: float, bound: float) -> dict[str, Any]:

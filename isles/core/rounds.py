@@ -218,7 +218,8 @@ class Rounds:
             self.stats.applies += 1
             self.stats.wait_seconds += seconds
             self.stats.islands = len(mean.weights)
-            self.tell("apply", due, seconds=seconds)
+            arrived = getattr(handle, "arrived", None)
+            self.tell("apply", due, seconds=seconds, slack_seconds=None if arrived is None else begin - arrived)
         for missed in mean.missed:
             self.apply_missed(missed)
         return mean

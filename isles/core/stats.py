@@ -61,6 +61,8 @@ class Event:
     num_bytes: int = 0
     seconds: float = 0.0
     """Time spent encoding (send) or waiting (apply)."""
+    slack_seconds: float | None = None
+    """Of an apply: how long before it was due its result arrived; negative: the island waited; None: not known."""
 
 
 _NOTHING = nullcontext()

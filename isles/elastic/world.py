@@ -240,6 +240,8 @@ class _Session:
         self._own: dict[int, bytes] = {}
         """Own payloads as objects, by round."""
         self._decided: dict[int, Apply] = {}
+        self.arrived: dict[int, float] = {}
+        """When the mean of a round was there, by `perf_counter`."""
         self._preparing: Any = None
         self._step_seconds: list[float] = []
         self._last_step = math.nan
@@ -299,6 +301,7 @@ class _Session:
         self._decided = {k: each for k, each in self._decided.items() if k > number}
         self._sent = {k: each for k, each in self._sent.items() if k > number}
         self._own = {k: each for k, each in self._own.items() if k > number}
+        self.arrived = {k: each for k, each in self.arrived.copy().items() if k > number}
         self.driver.forget(number)
         if decision is not None and decision.save:
             self.driver.codec.do(self._save, decision, self._joining.state())
@@ -379,6 +382,7 @@ class _Session:
         mean, sent = Mean(values, present), self._sent.get(number)
         if sent is not None and sent.then is not None and self.driver.member.number in present:
             sent.then(mean)
+        self.arrived[number] = time.perf_counter()
         return mean
 
     def _object(self, number: int, contribution: Contribution) -> bytes:
@@ -404,6 +408,10 @@ class _Handle:
     number: int
     bytes_sent: int = 0
     bytes_received: int = 0
+
+    @property
+    def arrived(self) -> float | None:
+        return self.session.arrived.get(self.number)
 
     def wait(self) -> Mean:
         return self.session.wait(self.number)

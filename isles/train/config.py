@@ -115,6 +115,8 @@ class TrainConfig:
     """Write TensorBoard files into the run's folder."""
     wandb: str = ""
     """Weights & Biases project to log to."""
+    watch: bool = False
+    """Serve the live page of `isles watch` on this machine while the run goes on; its address is printed."""
 
     def __post_init__(self) -> None:
         for name in ("islands", "quorum", "steps", "batch_size", "accumulate", "sequence_length", "keep_checkpoints"):

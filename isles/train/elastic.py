@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from isles.train.learning_rate import resolved
 from isles.train.loop import Stopped, final_evals, final_sample
 from isles.train.model import build_model
 from isles.train.step import autocast, backward, inner_optimizer, update
-from isles.train.synchronise import describe
+from isles.train.synchronise import Cost, describe
 from isles.view import events
 
 PUBLISH_SECONDS = 5.0
@@ -74,7 +75,8 @@ class ElasticTrainer:
                 clock, begin = diloco.clock, time.perf_counter()
                 batch = self._batches().at(diloco.step_count).to(self.device)
                 loss = backward(self.model, batch, config, segments=self.segments)
-                spent = (diloco.stats.wait_seconds, diloco.engine_seconds, diloco.stats.bytes_sent)
+                stats = diloco.stats
+                spent = Cost(stats.wait_seconds, diloco.engine_seconds, stats.bytes_sent, stats.bytes_received)
                 update(self.model, self.optimizer, config, clock)
                 self._log_step(loss, clock, time.perf_counter() - begin, spent)
                 self._evaluate_if_due(clock)
@@ -131,13 +133,15 @@ class ElasticTrainer:
         if event.kind == "send":
             what["num_bytes"] = event.num_bytes
         if event.kind == "apply":
-            what |= {"seconds": event.seconds, "islands": list(self.world.members)}
+            what |= {"seconds": event.seconds, "slack_seconds": event.slack_seconds}
+            what["islands"] = list(self.world.members)
         self._write(event.kind, **what)
 
-    def _log_step(self, loss: float, clock: int, seconds: float, spent: tuple[float, float, int]) -> None:
-        stats, engine = self.diloco.stats, self.diloco.engine_seconds
+    def _log_step(self, loss: float, clock: int, seconds: float, spent: Cost) -> None:
+        stats = self.diloco.stats
+        cost = Cost(stats.wait_seconds, self.diloco.engine_seconds, stats.bytes_sent, stats.bytes_received) - spent
         self._seconds += seconds
-        self._engine_seconds += engine - spent[1]
+        self._engine_seconds += cost.engine_seconds
         self._write(
             "step",
             step=self.diloco.clock,
@@ -145,10 +149,8 @@ class ElasticTrainer:
             loss=loss,
             learning_rate=self.config.learning_rate_at(clock),
             seconds=seconds,
-            wait_seconds=stats.wait_seconds - spent[0],
-            engine_seconds=engine - spent[1],
-            bytes_sent=stats.bytes_sent - spent[2],
             tokens=self.diloco.clock * self.tokens_per_step,
+            **asdict(cost),
         )
 
     # ---- evaluation

@@ -90,7 +90,7 @@ def watching(config: TrainConfig) -> Iterator[None]:
     over = threading.Event()
     path = Path(config.run) / "events.jsonl"
     watchers = _watchers(config)
-    with Progress(total_steps=config.steps) as progress:
+    with _page(config), Progress(total_steps=config.steps) as progress:
 
         def watch() -> None:
             for event in events.follow(path, over.is_set):
@@ -104,6 +104,21 @@ def watching(config: TrainConfig) -> Iterator[None]:
         finally:
             over.set()
             thread.join(timeout=10)
+
+
+@contextmanager
+def _page(config: TrainConfig) -> Iterator[None]:
+    """The live page, if it is wanted."""
+    if not config.watch:
+        yield
+        return
+    from isles.view.server import Server
+    from isles.view.watcher import watcher_of
+
+    with Server(watcher_of([config.run])) as server:
+        print(f"watch: {server.url}", file=sys.stderr, flush=True)
+        yield
+        server.linger()
 
 
 def _watchers(config: TrainConfig) -> list[Any]:

@@ -31,7 +31,7 @@ from isles.train.tokenizer import tokenizer_from
 SETTINGS, FINAL = "train.json", "final/"
 OWN = {
     *("run", "resume", "overwrite", "islands", "store", "quorum", "patience_seconds", "timeout_seconds"),
-    *("threads", "device", "tensorboard", "wandb", "sample_tokens", "evals", "eval_tokens"),
+    *("threads", "device", "tensorboard", "wandb", "watch", "sample_tokens", "evals", "eval_tokens"),
     *("checkpoint_every", "keep_checkpoints"),
 }
 """Fields in which islands of one run may differ."""

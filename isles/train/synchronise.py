@@ -40,6 +40,7 @@ class Cost:
     engine_seconds: float = 0.0
     """Everything: waiting, encoding, applying."""
     bytes_sent: int = 0
+    bytes_received: int = 0
 
     def __sub__(self, earlier: Cost) -> Cost:
         return Cost(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
@@ -103,14 +104,14 @@ class Islands:
         if event.kind == "send":
             what["num_bytes"] = event.num_bytes
         if event.kind == "apply":
-            what["seconds"] = event.seconds
+            what.update(seconds=event.seconds, slack_seconds=event.slack_seconds)
         if self._place.is_first_of_island:
             self._log.write(event.kind, island=self._place.island, **what)
 
     def _spent(self) -> Cost:
         """By all steps so far."""
         stats = self.diloco.stats
-        return Cost(stats.wait_seconds, self.diloco.engine_seconds, stats.bytes_sent)
+        return Cost(stats.wait_seconds, self.diloco.engine_seconds, stats.bytes_sent, stats.bytes_received)
 
     def cost_of_step(self, pass_seconds: float) -> Cost:
         before, self._before = self._before, self._spent()
@@ -171,7 +172,7 @@ class DataParallel:
     def cost_of_step(self, pass_seconds: float) -> Cost:
         together = self._place.world_size > 1
         waited = max(0.0, pass_seconds - self._pass_seconds_alone) if together else 0.0
-        return Cost(waited, waited, self._bytes_per_step)
+        return Cost(waited, waited, self._bytes_per_step, self._bytes_per_step)
 
     def global_model(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self._plain)

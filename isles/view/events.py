@@ -8,10 +8,12 @@ seconds since the epoch. A number that is not finite is written as null. `island
                 method_name, parameters, layers, outside_parameters (outside the layers), fragments [{numel, layers:
                 "0,3"}], tokens_per_step (all islands), version (of isles)
     step        island, step, loss, learning_rate, seconds (of the step), wait_seconds (the part spent waiting for the
-                network), engine_seconds (all that synchronising took: waiting, encoding, applying), bytes_sent (by this
-                island, in this step), tokens (of all islands, so far)
+                network), engine_seconds (all that synchronising took: waiting, encoding, applying), bytes_sent and
+                bytes_received (by this island, in this step), tokens (of all islands, so far); where islands come and
+                go, `step` is the clock of the run, and own_step counts the steps that the island itself has taken
     send        island, step, fragment, round, num_bytes
-    apply       island, step, fragment, round, seconds (waited)
+    apply       island, step, fragment, round, seconds (waited), slack_seconds (how long before it was due the result
+                arrived; negative: the island waited; null: not known)
     join        island, step, fragment, round      and leave: an island of a set that changes has come, or goes
     seal        island, step, fragment, round      it has completed the round for all
     excluded    island, step, fragment, round      the others completed the round without what it had sent
@@ -112,7 +114,7 @@ def read(run: str | os.PathLike[str]) -> list[Event]:
     if not events:
         what = "has no events" if any(line.strip() for line in lines) else "is empty: the run has not started"
         raise ValueError(f"{path} {what}; give a run's folder or its {FILE_NAME}")
-    return _latest(events)
+    return latest(events)
 
 
 def follow(run: str | os.PathLike[str], stop: Callable[[], bool], poll_seconds: float = 0.1) -> Iterator[Event]:
@@ -148,7 +150,7 @@ def _parse(line: str) -> Any:
         return None
 
 
-def _latest(events: list[Event]) -> list[Event]:
+def latest(events: list[Event]) -> list[Event]:
     """Leaves out what a resume made obsolete.
 
     An island's steps grow along the file except at a resume, where they jump back. Read backwards they must fall: a

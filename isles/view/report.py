@@ -29,12 +29,14 @@ SCRIPTS = (
     "dom.js",
     "format.js",
     "scale.js",
+    "save.js",
     "chart.js",
     "links.js",
     "loss.js",
     "traffic.js",
     "timeline.js",
     "summary.js",
+    "parts.js",
     "page.js",
 )
 STYLES = ("theme.css", "page.css", "summary.css", "chart.css", "links.css", "print.css")
@@ -42,7 +44,8 @@ STYLES = ("theme.css", "page.css", "summary.css", "chart.css", "links.css", "pri
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `isles report`."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its events.jsonl")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run's folder, or its events.jsonl")
+    parser.add_argument("--store", metavar="URL", help="a run in an object store: a bucket, or a folder")
     parser.add_argument(
         "--out", metavar="FILE", help="where to write (default: report.html, in the run's folder if there is one run)"
     )
@@ -51,14 +54,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Writes the report, prints the summary table and where the report is."""
-    runs = [Run.load(path) for path in args.runs]
-    alone = len(args.runs) == 1 and Path(args.runs[0]).is_dir()
+    if not args.runs and not args.store:
+        raise ValueError("give the folders of runs, or --store URL")
+    runs = [Run.load(path) for path in args.runs] + ([_stored(args.store)] if args.store else [])
+    alone = len(runs) == len(args.runs) == 1 and Path(args.runs[0]).is_dir()
     out = Path(args.out) if args.out else Path(args.runs[0]) / "report.html" if alone else Path("report.html")
     path = write(runs, out, args.title)
     print(table(runs))
     print(f"report: {path}")
     summaries = zip(distinct_names(runs), summarize(runs), strict=True)
     return {"report": str(path), "runs": [{**vars(summary), "name": name} for name, summary in summaries]}
+
+
+def _stored(url: str) -> Run:
+    from isles.view.store_source import load
+
+    return load(url)
 
 
 def write(runs: Sequence[Run], out: str | os.PathLike[str], title: str | None = None) -> Path:
@@ -81,17 +92,31 @@ def write(runs: Sequence[Run], out: str | os.PathLike[str], title: str | None = 
 
 def page(runs: Sequence[Run], title: str | None = None) -> str:
     """The report as one HTML text."""
-    script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    code, look = script(SCRIPTS), style(STYLES)
     names = distinct_names(list(runs))
     heading = title or (" vs ".join(names) if len(names) <= 3 else f"{len(names)} runs compared")
     return TEMPLATE.format(
         title=html.escape(heading),
-        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
-        style="\n".join(_asset(name) for name in STYLES),
+        policy=f"default-src 'none'; img-src data:; style-src {_digest(look)}; script-src {_digest(code)}",
+        style=look,
         data=_inert_json({"title": heading, **contents(runs)}),
-        script=script,
+        script=code,
     )
+
+
+def script(names: Sequence[str]) -> str:
+    """Some of the page's scripts as one."""
+    return "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in names) + "\n})();\n"
+
+
+def style(names: Sequence[str]) -> str:
+    """Some of the page's style sheets as one."""
+    return "\n".join(_asset(name) for name in names)
+
+
+def _digest(text: str) -> str:
+    """How a content security policy names an inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def contents(runs: Sequence[Run]) -> dict[str, Any]:
@@ -100,8 +125,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     names, summaries = distinct_names(runs), summarize(runs)
     return {
         "reference": reference(runs),
-        "bandwidths": [[bandwidth, format_bandwidth(bandwidth)] for bandwidth in links.BANDWIDTHS],
-        "everyday": links.BANDWIDTHS.index(links.EVERYDAY),
+        **bandwidths(),
         "runs": [
             {
                 "name": name,
@@ -131,6 +155,12 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
             for name, run, summary in zip(names, runs, summaries, strict=True)
         ],
     }
+
+
+def bandwidths() -> dict[str, Any]:
+    """The links for which times are planned, and which of them the table shows."""
+    named = [[bandwidth, format_bandwidth(bandwidth)] for bandwidth in links.BANDWIDTHS]
+    return {"bandwidths": named, "everyday": links.BANDWIDTHS.index(links.EVERYDAY)}
 
 
 def _evals(run: Run) -> list[list[Any]]:
@@ -168,18 +198,18 @@ def _asset(name: str) -> str:
 
 def _inert_json(value: Any) -> str:
     """JSON that cannot end the element it stands in, whatever strings it holds."""
-    text = json.dumps(_short(value), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(short(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _short(value: Any) -> Any:
+def short(value: Any, digits: int = 7) -> Any:
     """Floats to seven digits, which is finer than a pixel; what is not finite becomes null."""
     if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(name): _short(item) for name, item in value.items()}
+        return {str(name): short(item, digits) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_short(item) for item in value]
+        return [short(item, digits) for item in value]
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
@@ -191,9 +221,7 @@ TEMPLATE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
-<style>
-{style}
-</style>
+<style>{style}</style>
 </head>
 <body>
 <noscript>This report draws its charts with JavaScript, which is switched off here.</noscript>

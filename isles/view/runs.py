@@ -110,9 +110,7 @@ class Run:
     @property
     def lateness(self) -> int:
         """Steps between the send of a round and its use."""
-        if self.method.get("update", "fresh") == "fresh":
-            return int(self.method.get("overlap") or 0)
-        return int(self.method.get("delay_rounds") or 1) * int(self.method.get("sync_every") or 1)
+        return lateness_of(self.method)
 
     def wall_clock(self) -> list[tuple[Event, float]]:
         """Every event with the seconds since training began; time between a crash and its resume does not count."""
@@ -146,6 +144,27 @@ class Run:
             if event.get("loss") is not None:
                 step.losses.append(float(event["loss"]))
         return [steps[number] for number in sorted(steps)]
+
+
+def lateness_of(method: dict[str, Any]) -> int:
+    """Steps between the send of a round and its use, for the fields of a Method.
+
+    >>> lateness_of({"overlap": 5}), lateness_of({"update": "eager", "delay_rounds": 2, "sync_every": 30})
+    (5, 60)
+    """
+    if method.get("update", "fresh") == "fresh":
+        return int(method.get("overlap") or 0)
+    return int(method.get("delay_rounds") or 1) * int(method.get("sync_every") or 1)
+
+
+def of_the_whole(end: Event, elastic: bool) -> Event:
+    """What an end event says of the whole run: where islands come and go, an island counts for itself alone.
+
+    >>> of_the_whole({"val_loss": 3.0, "steps": 60, "bytes_sent": 9}, elastic=True)
+    {'val_loss': 3.0, 'steps': 60}
+    """
+    shared = ("val_loss", "val_bits_per_byte", "steps")
+    return {name: value for name, value in end.items() if name in shared} if elastic else end
 
 
 def summarize(runs: list[Run]) -> list[Summary]:
@@ -219,7 +238,8 @@ def distinct_names(runs: list[Run]) -> list[str]:
 
 
 def _summary(run: Run) -> Summary:
-    end, last_eval = run.end or {}, (run.evals or [{}])[-1]
+    elastic = any(event["event"] == "join" for event in run.events)
+    end, last_eval = of_the_whole(run.end or {}, elastic), (run.evals or [{}])[-1]
     seconds = sum(step.step_seconds for step in run.steps)
     waited = sum(step.wait_seconds for step in run.steps)
     tokens = run.steps[-1].tokens if run.steps else 0

@@ -8,23 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from isles.view.events import Event
-
-# For each kind of event, its fields that become curves, and the curves' names.
-SCALARS = {
-    "step": {
-        "loss": "train/loss",
-        "learning_rate": "train/learning_rate",
-        "seconds": "time/step_seconds",
-        "wait_seconds": "time/wait_seconds",
-        "bytes_sent": "network/bytes_per_step",
-        "tokens": "train/tokens",
-    },
-    "eval": {
-        "val_loss": "validation/loss",
-        "val_bits_per_byte": "validation/bits_per_byte",
-        "bytes_sent": "network/bytes_sent",
-    },
-}
+from isles.view.scalars import curve, scalars
 
 
 class TensorBoard:
@@ -34,16 +18,10 @@ class TensorBoard:
         self._writer = _summary_writer(directory) if writer is None else writer
 
     def feed(self, event: Event) -> None:
-        """Takes in one event. A step's curves are per island; kinds that are no numbers over steps are passed over."""
-        kind, step, now = event["event"], event.get("step"), event.get("time")
-        for name, tag in SCALARS.get(kind, {}).items():
-            if event.get(name) is not None:
-                curve = f"{tag}/island_{event.get('island', 0)}" if kind == "step" else tag
-                self._writer.add_scalar(curve, event[name], global_step=step, walltime=now)
-        if kind == "step" and event.get("seconds"):
-            share = 1 - (event.get("wait_seconds") or 0.0) / event["seconds"]
-            curve = f"time/compute_utilization/island_{event.get('island', 0)}"
-            self._writer.add_scalar(curve, share, global_step=step, walltime=now)
+        """Takes in one event. Kinds that are no numbers over steps are passed over."""
+        kind, now = event["event"], event.get("time")
+        for name, island, value in scalars(event):
+            self._writer.add_scalar(curve(name, island), value, global_step=event.get("step"), walltime=now)
         if kind == "sample":
             # TensorBoard reads text as Markdown: indented by four spaces it stays as it is.
             text = "".join(f"    {line}\n" for line in str(event.get("text", "")).splitlines())

@@ -42,6 +42,19 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.1f} s"
 
 
+def brief(seconds: float | None) -> str:
+    """A duration that may be far below a second.
+
+    >>> brief(0.0123), brief(0.75), brief(-2.5), brief(200), brief(None)
+    ('12 ms', '0.75 s', '-2.5 s', '3 min 20 s', '-')
+    """
+    if seconds is None:
+        return "-"
+    size = abs(seconds)
+    text = f"{1000 * size:.0f} ms" if size < 0.0995 else f"{size:.2g} s" if size < 10 else duration(size)
+    return f"-{text}" if seconds < 0 else text
+
+
 def share(value: float | None) -> str:
     """
     >>> share(0.98765), share(1.0)

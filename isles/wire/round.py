@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -167,6 +168,7 @@ class Round:
         self._exchange: Exchange | None = None
         self._headers: list[Header] = []
         self.bytes_sent = self.bytes_received = reduction.traffic(form, world.size, payload)
+        self.arrived: float | None = None
 
     def wait(self) -> Mean:
         world = self._world
@@ -194,10 +196,12 @@ class Round:
         assert self._payload is not None
         weights = {rank: header.weight for rank, header in enumerate(self._headers) if header.weight > 0}
         mean = Mean(self._exchange.mean(self._headers), weights, closing=self._payload.closing)
-        then = self._payload.then if self._world is not None and self._world._inline is None else None
+        in_background = self._world is not None and self._world._inline is None
+        then = self._payload.then if in_background else None
         self._exchange = self._payload = None  # and with them the memory of bodies
         if then is not None:
             then(mean)
+        self.arrived = time.perf_counter() if in_background else None
         self._world = None
         return mean
 

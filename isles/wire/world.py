@@ -134,7 +134,7 @@ Missed = MissedRound | Snapshot
 
 
 class Handle(Protocol):
-    """A round in flight."""
+    """A round in flight. One that completes in the background may have `arrived`: when it did, by `perf_counter`."""
 
     @property
     def bytes_sent(self) -> int: ...  # what this island puts on the link for the round, headers included

@@ -10,7 +10,12 @@ function figure(key, title, note, wide = false) {
   const root = element(
     'figure',
     { id: key, class: wide ? 'wide' : '' },
-    element('figcaption', {}, element('div', {}, element('h2', {}, title), element('p', {}, note)), tools),
+    element(
+      'figcaption',
+      {},
+      element('div', {}, element('h2', {}, title), element('p', {}, note)),
+      element('div', { class: 'side' }, tools, saveMenu(key, title, plot)),
+    ),
     plot,
   );
   return { root, plot, tools };

@@ -102,8 +102,11 @@ function linkSlider(runs, bandwidths, onmove) {
   tell();
 
   // A browser's thumb is about 16 pixels wide, and stays inside the track.
-  const tick = (text, at) =>
-    element('span', { style: `left: calc(8px + ${px((100 * at) / last)}% - ${px((16 * at) / last)}px)` }, text);
+  const tick = (text, at) => {
+    const label = element('span', {}, text);
+    label.style.left = `calc(8px + ${px((100 * at) / last)}% - ${px((16 * at) / last)}px)`;
+    return label;
+  };
   const labels = linkLabels.map((text) => tick(text, bandwidths.findIndex((each) => each[1] === text)));
   const root = element(
     'div',

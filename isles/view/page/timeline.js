@@ -13,9 +13,12 @@ const ROW = 17;
 
 function timelineChart(runs, reference) {
   const key = 'timeline';
-  const all = runs.filter((run) => run.flights.length);
-  const several = all.filter((run) => run.islands > 1);
-  const streams = several.length ? several : all;
+  // Runs that have sent something; those of one island only if there are no others.
+  const streamsNow = () => {
+    const all = runs.filter((run) => run.flights.length);
+    const several = all.filter((run) => run.islands > 1);
+    return several.length ? several : all;
+  };
   const { root, plot, tools } = figure(
     key,
     'Fragments in flight',
@@ -23,7 +26,7 @@ function timelineChart(runs, reference) {
     true,
   );
   const tip = tooltip(plot);
-  const state = { run: null, start: 0, span: 0, island: 'all' };
+  const state = { run: null, start: 0, span: 0, island: 'all', follows: false, listed: '' };
   const slider = element('input', {
     type: 'range',
     min: 0,
@@ -35,6 +38,7 @@ function timelineChart(runs, reference) {
   const lastStart = () => Math.max(0, state.run.lastStep - state.span);
   function moveTo(start) {
     state.start = Math.round(Math.min(lastStart(), Math.max(0, start)));
+    state.follows = Boolean(state.run.live) && state.start === lastStart();
     redraw();
   }
   function zoomBy(factor) {
@@ -44,10 +48,12 @@ function timelineChart(runs, reference) {
   }
   function show(run) {
     state.run = run;
-    state.island = run.islands * fragmentCount(run) > 36 ? 0 : 'all';
+    state.island = run.islands * fragmentCount(run) > 36 ? (run.firstIsland ?? 0) : 'all';
     state.span = 0;
+    state.follows = Boolean(run.live);
   }
-  // At first: about two periods, fewer if a flight would be too short to see, from the middle of the run.
+  // At first: about two periods, fewer if a flight would be too short to see, from the middle of the run. What goes on
+  // is followed: its last steps.
   function firstView(run) {
     const period = run.syncEvery || 50;
     const room = Math.max(240, plot.clientWidth - 140);
@@ -62,8 +68,11 @@ function timelineChart(runs, reference) {
     );
   }
 
+  const under = [element('div', { class: 'under' }, slider), timelineKey()];
+
   const redraw = drawn(key, plot, () => {
-    if (!state.run) {
+    const streams = streamsNow();
+    if (!streams.length) {
       const { svg, width, height } = canvas(plot, 110, 'Fragments in flight');
       const reason = runs.every((run) => run.dataParallel)
         ? 'data-parallel: all gradients are sent at every step, and every step waits for them'
@@ -71,17 +80,20 @@ function timelineChart(runs, reference) {
       note(svg, width, height, reason);
       return svg;
     }
+    if (!streams.includes(state.run)) show(streams.find((run) => run === subjectOf(runs, reference)) || streams[0]);
+    const listed = [streams.map((run) => run.name), state.run.order, state.run.islands].join();
+    if (listed !== state.listed) {
+      state.listed = listed;
+      tools.replaceChildren(...timelineTools(streams, state, { show, redraw, moveTo, zoomBy }));
+    }
+    root.append(...under);
     if (!state.span) firstView(state.run); // not earlier: only now the plot has a width
+    if (state.follows) state.start = lastStart();
     slider.max = lastStart();
     slider.value = state.start;
     slider.disabled = lastStart() === 0;
     return drawTimeline(plot, tip, state, moveTo);
   });
-  if (streams.length) {
-    show(streams.find((run) => run === subjectOf(runs, reference)) || streams[0]);
-    tools.append(...timelineTools(streams, state, { show, redraw, moveTo, zoomBy }));
-    root.append(element('div', { class: 'under' }, slider), timelineKey());
-  }
   return { root, draw: redraw };
 }
 

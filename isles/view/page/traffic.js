@@ -161,11 +161,12 @@ function strip(svg, run, bars, box, x, y) {
     shape('path', { class: 'bar', d: outline }),
     shape('line', { class: 'axis', x1: box.left, x2: box.right, y1: floor, y2: floor }),
   );
-  const title = shape('text', { class: 'strip-name', x: box.left, y: y.at(y.domain[1]) - 8 });
+  const narrow = box.right - box.left < 340;
+  const title = shape('text', { class: 'strip-name', x: narrow ? 0 : box.left, y: y.at(y.domain[1]) - 8 });
   title.append(
     shape('tspan', { class: 'strong' }, run.name),
     shape('tspan', { dx: 10 }, `peak ${bytes(peak)}`),
-    shape('tspan', { dx: 10 }, `mean ${bytes(mean)} a step`),
+    shape('tspan', { dx: 10 }, `mean ${bytes(mean)}${narrow ? '' : ' a step'}`),
   );
   group.append(title);
   svg.append(group);
