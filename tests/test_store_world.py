@@ -280,3 +280,44 @@ def test_events_tell_who_joined_sealed_and_left(tmp_path):
         island(isles.StoreWorld(url), isles.Method.diloco(sync_every=3), 6, on_event=events.append)
     kinds = [event.kind for event in events]
     assert kinds == ["join", "send", "apply", "seal", "send", "apply", "seal", "leave"]
+
+
+def with_a_bad_one(url, robust, bad):
+    """Three islands, of which the last one may have gradients a million times too large."""
+
+    def member(world, turn):
+        model = Tower(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with turn(lambda: isles.DiLoCo(model, optimizer, METHODS["streaming"], world=world)):
+            for step in range(1, STEPS + 1):
+                toy_backward(model, world.rank, step)
+                if bad and world.rank == 2:
+                    for parameter in model.parameters():
+                        parameter.grad.mul_(1e6)
+                optimizer.step()
+        return weights_of(model)
+
+    worlds = [isles.StoreWorld(url, quorum=3, patience=math.inf, timeout=60, robust=robust) for _ in range(3)]
+    calls = [functools.partial(member, world, turn) for world, turn in zip(worlds, in_order(3), strict=True)]
+    return threads(*calls)
+
+
+def test_robust_bounds_what_one_bad_island_can_do(tmp_path):
+    runs = {}
+    for robust, bad in ((False, False), (True, False), (False, True), (True, True)):
+        with new_store("memory", tmp_path) as (url, _):
+            one, *others = with_a_bad_one(url, robust, bad)
+            assert all(same(one, other) for other in others)
+            runs[robust, bad] = torch.cat([value.flatten() for value in one.values()])
+    start = torch.cat([parameter.detach().flatten() for parameter in Tower(3).parameters()])
+    moved = {key: float((value - start).norm()) for key, value in runs.items()}
+    assert moved[False, True] > 1000 * moved[False, False]
+    assert moved[True, True] < 3 * moved[False, False]
+    assert 0.5 * moved[False, False] < moved[True, False] < 1.5 * moved[False, False]
+
+
+def test_robust_is_a_setting_of_the_run(tmp_path):
+    with new_store("folder", tmp_path) as (url, _):
+        island(isles.StoreWorld(url, robust=True), METHODS["streaming"], 5)
+        with pytest.raises(isles.MismatchError, match="robust=True there, None here"):
+            island(isles.StoreWorld(url), METHODS["streaming"], 5)

@@ -90,6 +90,7 @@ def test_islands_of_one_command_train_one_model(tmp_path, monkeypatch, capsys):
     assert "has --sync-every 8, not 9" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(900)  # five starts of Python, on a machine that may do other work
 def test_islands_join_die_leave_and_come_back(tmp_path, machines):
     steps = ["--steps", "100000", "--eval-every", "0", "--patience-seconds", "2", *TINY, *METHOD]
     first = start(machines, tmp_path, "first", *steps)

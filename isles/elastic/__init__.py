@@ -8,12 +8,16 @@
     decisions    what the protocol tells the engine
     protocol     one island: a state machine over store answers, the clock of its training loop, and time
 
+    store        the store client: a bucket, a folder, or memory; HMAC; the probe
+    driver       threads around the protocol
+    robust       bounds on what one bad island can do
+    world        `isles.StoreWorld`, for the engine
+
     toy          a model with exact arithmetic
     faults       what can go wrong, drawn from one seed
     invariants   what must hold after every operation
     simulator    many islands, a store and a clock in one process
     command      `isles simulate`
 
-Read them in this order. Nothing here knows a real store or a real clock: threads and a store client around `protocol`
-make it a world.
+Read them in this order. Down to `protocol` nothing knows a real store or a real clock.
 """

@@ -14,11 +14,12 @@ Patience, if it is not given, follows the training loop: the time that the overl
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from isles.elastic.objects import (
     payload_name,
 )
 from isles.elastic.protocol import NOBODY, Member
+from isles.elastic.robust import limited
 from isles.elastic.store import open_store, probe
 from isles.wire import reduction
 from isles.wire.codec import Codec
@@ -66,6 +68,7 @@ class StoreWorld:
     `quorum` is the least number of islands in a round. `patience` is for how many seconds after its own send an island
     waits for others; None: chosen from the step and the overlap; math.inf: nobody is ever left out. `timeout` is how
     long, in seconds, a store may keep failing. `key` (or ISLES_STORE_KEY) is a secret that all islands share.
+    `robust` bounds what one bad island can do (`isles.elastic.robust`); all islands of a run have it or none.
     `snapshot_every` is in rounds; None: 16 periods. With `observe` it reads the global model, which needs no rights to
     write, and takes no part. `options` go to obstore: endpoint, region, credentials.
 
@@ -82,6 +85,7 @@ class StoreWorld:
         patience: float | None = None,
         timeout: float = 600.0,
         key: str | bytes | None = None,
+        robust: bool = False,
         snapshot_every: int | None = None,
         observe: bool = False,
         **options: Any,
@@ -100,7 +104,7 @@ class StoreWorld:
             probe(self.store)
         elif self.store.get(RUN) is None:
             raise ValueError(f"there is no run in {self.store.url}")
-        self._observe = observe
+        self._observe, self._robust = observe, bool(robust)
         self.url, self._patience, self._snapshot_every = self.store.url, patience, snapshot_every
         poll = LOCAL_POLL if self.store.is_local else POLL
         self._settings = Settings(
@@ -149,6 +153,8 @@ class StoreWorld:
         if self._session is not None:
             raise ValueError("this StoreWorld has joined its run already: make a new one for every DiLoCo")
         numbering = Numbering(joining.schedule)
+        if self._robust:
+            joining = replace(joining, settings=json.dumps({**json.loads(joining.settings), "robust": True}))
         every = self._snapshot_every or PERIODS_BETWEEN_SNAPSHOTS * len(joining.numels)
         largest = HEADER_BYTES + max(map(joining.codec.num_bytes, joining.numels))
         settings = replace(self._settings, snapshot_every=every, max_payload_bytes=largest)
@@ -156,7 +162,8 @@ class StoreWorld:
         own, parts = self._own_run(joining, numbering, token)
         make = lambda now: Member(own, parts, numbering, settings, token, now, observe=self._observe)
         check = _Check(joining.codec, joining.numels, numbering)
-        self._session = _Session(Driver(self.store, make, check), joining, numbering, self._patience)
+        driver = Driver(self.store, make, check)
+        self._session = _Session(driver, joining, numbering, self._patience, limited if self._robust else None)
         weakref.finalize(self, self._session.driver.stop)
         yield from self._session.join()
 
@@ -232,7 +239,15 @@ class _Session:
     holds any more ends its threads.
     """
 
-    def __init__(self, driver: Driver, joining: Joining, numbering: Numbering, patience: float | None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        joining: Joining,
+        numbering: Numbering,
+        patience: float | None,
+        limit: Callable[[Sequence[Tensor], Codec, int], list[float]] | None,
+    ) -> None:
+        self._limit = limit
         self.driver, self.numbering, self.last_sent = driver, numbering, 0
         self.members: tuple[int, ...] = ()
         self._joining, self._patience = joining, patience
@@ -377,7 +392,12 @@ class _Session:
         weights = shares(contributions)
         objects = [self._object(number, each) for each in contributions]
         bodies = [tensor_of(data[HEADER_BYTES:]) for data in objects]
-        values = reduction.weighted_mean(bodies, weights, codec, numel)
+        factors = None
+        if self._limit is not None:
+            heavy = [body for body, weight in zip(bodies, weights, strict=True) if weight > 0]
+            found = iter(self._limit(heavy, codec, numel))
+            factors = [next(found) if weight > 0 else 0.0 for weight in weights]
+        values = reduction.weighted_mean(bodies, weights, codec, numel, factors)
         present = {each.island: weight for each, weight in zip(contributions, weights, strict=True) if weight > 0}
         mean, sent = Mean(values, present), self._sent.get(number)
         if sent is not None and sent.then is not None and self.driver.member.number in present:

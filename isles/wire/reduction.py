@@ -100,15 +100,25 @@ def average(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, pa
     codec.encode(weighted_mean(bodies, weights, codec, part.numel), out=out)
 
 
-def weighted_mean(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, numel: int) -> Tensor:
-    """The mean of payloads in fp32, added up in the given order. Weight zero means not there: its body is not read."""
+def weighted_mean(
+    bodies: Sequence[Tensor],
+    weights: Sequence[float],
+    codec: Codec,
+    numel: int,
+    factors: Sequence[float] | None = None,
+) -> Tensor:
+    """The mean of payloads in fp32, added up in the given order. Weight zero means not there: its body is not read.
+
+    With `factors` each payload is multiplied by its own, and the weights stay what they are.
+    """
     scaled = _scaled(weights)
     total = sum(scaled)
-    if total == 0:
+    parts = scaled if factors is None else [w * factor for w, factor in zip(scaled, factors, strict=True)]
+    if total == 0 or not any(parts):
         return torch.zeros(numel)
     mean = empty(numel)
-    if not _add_up(bodies, scaled, codec, mean, divisor=total):  # the sum was too large for fp32, the mean is not
-        _add_up(bodies, [weight / total for weight in scaled], codec, mean, divisor=1.0)
+    if not _add_up(bodies, parts, codec, mean, divisor=total):  # the sum was too large for fp32, the mean is not
+        _add_up(bodies, [part / total for part in parts], codec, mean, divisor=1.0)
     return mean
 
 
