@@ -17,6 +17,7 @@ import os
 import pathlib
 import pickle
 import socket
+import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ def start_server() -> None:
     """Starts the server, which gets ready by itself. There is one in a process, and whoever starts it says what it
     imports: it has to be here before a test of isles.reproduce starts one that has less.
     """
-    server.set_forkserver_preload(["tests.preloaded"])
+    trainers = ["tests.preloaded_trainers"] if "tests.trainers" in sys.modules else []
+    server.set_forkserver_preload(["tests.preloaded", *trainers])
     multiprocessing.forkserver.ensure_running()
 
 

@@ -1,0 +1,56 @@
+"""What the tests of both trainers share: worlds to plug in, islands' data, digests, mistakes."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import isles
+from tests.processes import free_address
+
+LONG = 600.0
+"""A time-out that nobody lives to see."""
+
+
+@dataclass(frozen=True)
+class WorldOfTests:
+    """Where the two islands of a test meet, and how each of them joins."""
+
+    place: Callable[[pathlib.Path], str]
+    join: Callable[[str, int], Any]
+
+
+WORLDS = {
+    "connect": WorldOfTests(
+        lambda folder: free_address(), lambda place, island: isles.TorchWorld.connect(place, island, 2, timeout=LONG)
+    ),
+}
+"""Every world that trainers are tested with; the tests run once for each."""
+
+
+def rows(island: int, count: int, length: int = 16, vocabulary: int = 50) -> torch.Tensor:
+    """An island's own token ids."""
+    generator = torch.Generator().manual_seed(1000 + island)
+    return torch.randint(0, vocabulary, (count, length), generator=generator)
+
+
+def digest(model: nn.Module) -> str:
+    """Of all parameters, whatever wraps the model."""
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        total.update(parameter.detach().float().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
