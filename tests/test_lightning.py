@@ -12,20 +12,19 @@ import signal
 import time
 import warnings
 
+import lightning.pytorch as lightning
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
-
-pytest.importorskip("lightning", exc_type=ImportError)
-import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader
 
 import isles
 from isles.integrations.lightning import DiLoCoCallback
 from tests import processes
-from tests.trainers import WORLDS, digest, same, values_of
+from tests.trainers import WORLDS, be_a_rank_of_two, digest, same, values_of
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", module="lightning")
@@ -197,6 +196,36 @@ def test_a_checkpoint_without_the_state_of_isles(tmp_path):
         new_trainer(tmp_path, DiLoCoCallback(METHOD), max_epochs=9).fit(
             Module(), loader(0), ckpt_path=tmp_path / "plain.ckpt"
         )
+
+
+# ---- several ranks in an island
+
+
+def of_ranks(rank, place, name, folder, resume):
+    island = be_a_rank_of_two(rank)
+    world, module = WORLDS[name].join(place, island), Module()
+    callback = DiLoCoCallback(METHOD, world)
+    saver = ModelCheckpoint(folder / str(island), save_top_k=-1, every_n_epochs=1, filename="{epoch}")
+    ranks = {"devices": 2, "strategy": DDPStrategy(process_group_backend="gloo"), "accumulate_grad_batches": 1}
+    trainer = new_trainer(folder, callback, saver, **ranks)
+    path = folder / str(island) / "epoch=0.ckpt" if resume else None
+    trainer.fit(module, loader(island), loader(9, 2), ckpt_path=path)
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    return digest(module), callback.diloco.stats.payload_parameters, numel, callback.diloco.step_count
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_of_an_island_share_out_what_is_sent_and_resume(world, tmp_path):
+    """Two islands of two ranks, under Lightning's own DDP."""
+    first, second = (
+        processes.values(of_ranks, 4, tmp_path, WORLDS[world].place(tmp_path), world, tmp_path, resume, ranks=2)
+        for resume in (False, True)
+    )
+    assert second == first, "resumed after the first epoch"
+    assert len({digest_ for digest_, _, _, _ in first}) == 1, "one model on all ranks"
+    for _, sent, numel, steps in first:
+        assert steps == STEPS, "every rank has half of the batches, and takes a step for each"
+        assert sent == pytest.approx(steps / METHOD.sync_every * numel / 2, rel=0.05)
 
 
 # ---- validation and checkpoints

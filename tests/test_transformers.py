@@ -13,14 +13,12 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-
-pytest.importorskip("transformers", exc_type=ImportError)
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 import isles
 from isles.integrations.transformers import DiLoCoCallback
 from tests import processes
-from tests.trainers import WORLDS, digest, rows, same, values_of
+from tests.trainers import WORLDS, be_a_rank_of_two, digest, rows, same, values_of
 
 torch.set_num_threads(1)
 STEPS, BATCH, ACCUMULATE = 12, 2, 2
@@ -168,6 +166,35 @@ def test_the_checkpoint_of_another_island(tmp_path):
     torch.save({**torch.load(path), "island": 1}, path)
     with pytest.raises(ValueError, match=r"of island 1, this is island 0.*folder of its own"):
         new_trainer(tmp_path, 0, DiLoCoCallback(METHOD)).train(resume_from_checkpoint=True)
+
+
+# ---- several ranks in an island
+
+
+def of_ranks(rank, place, name, folder, resume):
+    island = be_a_rank_of_two(rank)
+    world = WORLDS[name].join(place, island)
+    callback = DiLoCoCallback(METHOD, world)
+    more = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 6, "ddp_backend": "gloo"}
+    trainer = new_trainer(folder / str(island), island, callback, model=new_model(dropout=0.1), **more)
+    trainer.train(resume_from_checkpoint=str(folder / str(island) / "checkpoint-6") if resume else None)
+    assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
+    return digest(trainer.model), callback.diloco.stats.payload_parameters, numel, losses_of(trainer)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_of_an_island_share_out_what_is_sent_and_resume(world, tmp_path):
+    """Two islands of two ranks, under Trainer's own DDP."""
+    first, second = (
+        processes.values(of_ranks, 4, tmp_path, WORLDS[world].place(tmp_path), world, tmp_path, resume, ranks=2)
+        for resume in (False, True)
+    )
+    assert second == first, "resumed at step 6"
+    assert len({digest_ for digest_, _, _, _ in first}) == 1, "one model on all ranks"
+    for _, sent, numel, _ in first:
+        rounds = STEPS / METHOD.sync_every
+        assert sent == pytest.approx(rounds * numel / 2, rel=0.01), "every value once, by one of the ranks"
 
 
 # ---- evaluation and saving
@@ -395,7 +422,6 @@ def with_adapters(island, place, name, folder):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_adapters_are_synchronised_and_nothing_else(world, tmp_path):
-    pytest.importorskip("peft")
     place = WORLDS[world].place(tmp_path)
     one, other = processes.values(with_adapters, 2, tmp_path, place, world, tmp_path, ranks=0)
     assert one == other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,15 @@ WORLDS = {
     ),
 }
 """Every world that trainers are tested with; the tests run once for each."""
+
+
+def be_a_rank_of_two(rank: int) -> int:
+    """Says what torchrun says to the ranks of an island; the default group is there. Returns the island."""
+    island, own = divmod(rank, 2)
+    of_two = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    of_torchrun = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update(RANK=str(own), LOCAL_RANK=str(own), **of_two, **of_torchrun)
+    return island
 
 
 def rows(island: int, count: int, length: int = 16, vocabulary: int = 50) -> torch.Tensor:
