@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from isles.bench import codecs, document, engine, islands, memory, peers, scaling, targets
+from isles.bench import codecs, document, engine, islands, memory, peers, scaling, targets, trainer
 from isles.bench.engine import Load
 from isles.bench.tables import tables
 
 PARTS = ("codecs", "engine", "islands", "scaling", "memory")
-PEERS = "peers"
-"""Another part, which needs more than isles."""
+PEERS, TRAINER = "peers", "trainer"
+"""Other parts, which need more than isles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Sizes:
     rounds: int
     memory_parameters: int
     memory_sync_every: int
+    trainer: trainer.Sizes
 
 
 FULL = Sizes(
@@ -58,6 +59,7 @@ FULL = Sizes(
     rounds=7,
     memory_parameters=2_400_000,
     memory_sync_every=48,
+    trainer=trainer.FULL,
 )
 QUICK = Sizes(
     values=100_000,
@@ -71,6 +73,7 @@ QUICK = Sizes(
     rounds=2,
     memory_parameters=40_000,
     memory_sync_every=24,
+    trainer=trainer.QUICK,
 )
 
 
@@ -80,8 +83,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)} (default: all of these, in some ten minutes), or {PEERS}: torchft, "
-        "over the same shaped links",
+        help=f"what to measure: {', '.join(PARTS)} (default: all of these, in some ten minutes), {PEERS}: torchft, "
+        f"over the same shaped links, or {TRAINER}: Hugging Face's, with the callback and without",
     )
     parser.add_argument("--peer", metavar="PYTHON", help="of torchft's environment (benchmarks/README.md), for peers")
     parser.add_argument("--quick", action="store_true", help="everything on a small scale, in seconds: a trial")
@@ -93,8 +96,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints a table for each part as it is done, returns the numbers."""
     parts = args.parts or list(PARTS)
-    if unknown := [part for part in parts if part not in (*PARTS, PEERS)]:
-        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join((*PARTS, PEERS))}")
+    if unknown := [part for part in parts if part not in (*PARTS, PEERS, TRAINER)]:
+        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join((*PARTS, PEERS, TRAINER))}")
     if args.document and set(parts) != set(PARTS):
         raise ValueError("--document needs all parts: leave them out on the command line")
     if args.peer and PEERS not in parts:
@@ -120,7 +123,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def measure(parts: list[str], sizes: Sizes) -> dict[str, Any]:
     """The numbers of some parts, and what they say about the targets."""
     result: dict[str, Any] = {"machine": _machine(), "values": sizes.values}
-    for part in PARTS:
+    for part in (*PARTS, TRAINER):
         if part in parts:
             print(f"measuring: {part}", file=sys.stderr, flush=True)
             found = _MEASURES[part](sizes)
@@ -155,12 +158,17 @@ def _memory(sizes: Sizes) -> dict[str, Any]:
     return {"memory": memory.measure(sizes.memory_parameters, sizes.memory_sync_every)}
 
 
+def _trainer(sizes: Sizes) -> dict[str, Any]:
+    return {"trainer": trainer.measure(sizes.trainer)}
+
+
 _MEASURES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "codecs": _codecs,
     "engine": _engine,
     "islands": _islands,
     "scaling": _scaling,
     "memory": _memory,
+    "trainer": _trainer,
 }
 
 

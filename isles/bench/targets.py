@@ -19,7 +19,9 @@ def check(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     >>> [row["met"] for row in check({"scaling": {"exponent": 1.02, "fragments": [rows], "growth": [1.2]}})]
     [True, False]
     """
-    return [*_codecs(result.get("codecs", {})), *_engine(result), *_scaling(result), *_memory(result)]
+    return [
+        *_codecs(result.get("codecs", {})), *_engine(result), *_scaling(result), *_memory(result), *_trainer(result)
+    ]  # fmt: skip
 
 
 def _codecs(codecs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,6 +53,11 @@ def _memory(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _at_most("memory at rest against data-parallel, in one fragment (5/3)", naive["rest"], 1.67)
         yield _at_most("memory at rest against data-parallel, outer state on the host", shelved["rest"], 1.1)
         yield _at_most("peak memory against data-parallel, outer state on the host", shelved["peak"], 1.1)
+
+
+def _trainer(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if (trainer := result.get("trainer")) and trainer["sync_every"] >= 100:
+        yield _at_most("Hugging Face Trainer: with the callback against without, one island", trainer["ratio"], 1.01)
 
 
 def _at_least(claim: str, value: float, bound: float) -> dict[str, Any]:
