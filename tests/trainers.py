@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pathlib
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +33,14 @@ WORLDS = {
     "connect": WorldOfTests(
         lambda folder: free_address(), lambda place, island: isles.TorchWorld.connect(place, island, 2, timeout=LONG)
     ),
+    "store": WorldOfTests(
+        lambda folder: str(folder / f"store-{uuid.uuid4().hex}"),
+        lambda place, island: isles.StoreWorld(place, quorum=2, patience=math.inf, timeout=LONG),
+    ),
 }
-"""Every world that trainers are tested with; the tests run once for each."""
+"""Every world that trainers are tested with; what both can do is tested once in each."""
+FIXED = ["connect"]
+"""Those whose islands stay the same: one that is lost ends the run, and a resumed run is the same run."""
 
 
 def be_a_rank_of_two(rank: int) -> int:

@@ -1,12 +1,15 @@
 """What the callback costs in Hugging Face's Trainer: one island alone, against Trainer without it.
 
 Trainings with and without the callback take turns, each of H steps on the same batches, after one turn that warms up.
-CPU time of all threads counts, which does not see what other programs take, and of each the least. It begins after the
-first step and ends with the last, so that it holds one period: every fragment is sent and applied once.
+CPU time of all threads counts, which does not see what other programs take. At each of the H steps the least of all
+turns counts: what happens only once at a step was caused by another program. The H steps are one period: every fragment
+is sent and applied once.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ class Sizes:
     turns: int
 
 
-FULL = Sizes(width=128, layers=4, rows=8, length=64, sync_every=100, turns=4)
+FULL = Sizes(width=128, layers=4, rows=8, length=64, sync_every=100, turns=5)
 QUICK = Sizes(width=16, layers=2, rows=2, length=16, sync_every=5, turns=1)
 
 
@@ -39,18 +42,21 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         import transformers  # noqa: F401
     except ImportError:
         raise ValueError("isles bench trainer needs transformers: pip install 'isles[hf]'") from None
-    seconds = {name: float("inf") for name in ("without", "with")}
+    turns: dict[str, list[list[float]]] = {"without": [], "with": []}
     for turn in range(sizes.turns + 1):
-        for name in seconds:
-            took, parameters = _train(sizes, with_isles=name == "with")
+        for name, taken in turns.items():
+            steps, parameters = _train(sizes, with_isles=name == "with")
             if turn:
-                seconds[name] = min(seconds[name], took)
+                taken.append(steps)
+    least = {name: [min(each) for each in zip(*taken, strict=True)] for name, taken in turns.items()}
+    seconds = {name: statistics.fmean(steps) for name, steps in least.items()}
     ratio = seconds["with"] / seconds["without"]
     about = {"parameters": parameters, "sync_every": sizes.sync_every}
     return {**about, "without_seconds": seconds["without"], "with_seconds": seconds["with"], "ratio": ratio}
 
 
-def _train(sizes: Sizes, with_isles: bool) -> tuple[float, int]:
+def _train(sizes: Sizes, with_isles: bool) -> tuple[list[float], int]:
+    """CPU seconds of every step but the first, and how many parameters are trained."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
     from isles.integrations.transformers import DiLoCoCallback
@@ -84,7 +90,8 @@ def _train(sizes: Sizes, with_isles: bool) -> tuple[float, int]:
         trainer = Trainer(model, args, train_dataset=data, callbacks=[Mark(), *ours])  # type: ignore[arg-type]
         trainer.pop_callback(_printer())
         trainer.train()
-    return (marks[-1] - marks[0]) / sizes.sync_every, sum(parameter.numel() for parameter in model.parameters())
+    steps = [end - begin for begin, end in itertools.pairwise(marks)]
+    return steps, sum(parameter.numel() for parameter in model.parameters())
 
 
 def _printer() -> Any:
