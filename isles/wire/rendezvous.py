@@ -69,7 +69,7 @@ def meet(address: str, island: int, islands: int, timeout_seconds: float) -> Mee
         with contextlib.suppress(RuntimeError):
             base.add("done", 1)
             if is_host and not base.check([f"complete/{place}"]):
-                linger(lambda: base.add("done", 0) >= base.add("came", 0))
+                linger(lambda: base.add("done", 0) >= max(base.add("came", 0), visit.ranks))
     return Meeting(PrefixStore(f"place/{place}", base), is_host)
 
 
