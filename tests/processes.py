@@ -16,6 +16,8 @@ import multiprocessing.forkserver
 import os
 import pathlib
 import pickle
+import socket
+import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -48,7 +50,8 @@ def start_server() -> None:
     """Starts the server, which gets ready by itself. There is one in a process, and whoever starts it says what it
     imports: it has to be here before a test of isles.reproduce starts one that has less.
     """
-    server.set_forkserver_preload(["tests.preloaded"])
+    trainers = ["tests.preloaded_trainers"] if "tests.trainers" in sys.modules else []
+    server.set_forkserver_preload(["tests.preloaded", *trainers])
     multiprocessing.forkserver.ensure_running()
 
 
@@ -59,11 +62,13 @@ def run(
     *arguments: Any,
     seconds: float = 100.0,
     until: tuple[int, ...] | None = None,
+    ranks: int | None = None,
 ) -> list[Outcome]:
     """Runs `function(rank, *arguments)` in `islands` processes that share a default process group.
 
     `function` lives at the top level of a module. `until`: the ranks that count; once they are done, the others are
-    killed, so that a test need not wait for a process that sleeps.
+    killed, so that a test need not wait for a process that sleeps. `ranks`: so many processes share a default group,
+    and the next ones another; 0: there is none.
     """
     rendezvous = folder / f"rendezvous-{os.getpid()}-{next(_numbers)}"
     outcomes = [Outcome() for _ in range(islands)]
@@ -71,7 +76,7 @@ def run(
     processes, pipes = [], {}
     for rank in range(islands):
         receiver, sender = server.Pipe(duplex=False)
-        process = server.Process(target=_child, args=(sender, place, rank, islands, str(rendezvous), arguments))
+        process = server.Process(target=_child, args=(sender, place, rank, islands, ranks, str(rendezvous), arguments))
         process.start()
         sender.close()
         processes.append(process)
@@ -94,9 +99,16 @@ def run(
     return outcomes
 
 
-def values(function: Any, islands: int, folder: pathlib.Path, *arguments: Any, seconds: float = 100.0) -> list[Any]:
+def values(
+    function: Any,
+    islands: int,
+    folder: pathlib.Path,
+    *arguments: Any,
+    seconds: float = 100.0,
+    ranks: int | None = None,
+) -> list[Any]:
     """As `run`, for functions that must succeed everywhere: what they returned."""
-    outcomes = run(function, islands, folder, *arguments, seconds=seconds)
+    outcomes = run(function, islands, folder, *arguments, seconds=seconds, ranks=ranks)
     for rank, outcome in enumerate(outcomes):
         assert outcome.reported, f"process {rank} said nothing: exit code {outcome.exit_code} (None: it hung)"
         assert not outcome.error, f"process {rank} raised {outcome.text}\n{outcome.trace}"
@@ -114,13 +126,32 @@ def _read(pipe: Connection, outcome: Outcome) -> None:
         pipe.close()
 
 
-def _child(pipe: Connection, place: tuple[str, str], rank: int, size: int, rendezvous: str, arguments: Any) -> None:
+def free_address() -> str:
+    """HOST:PORT on this machine where nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _child(
+    pipe: Connection,
+    place: tuple[str, str],
+    rank: int,
+    size: int,
+    ranks: int | None,
+    rendezvous: str,
+    arguments: Any,
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(place[0]), place[1])
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    members = size if ranks is None else ranks
+    if members:
+        group, own_rank = divmod(rank, members)
+        method = f"file://{rendezvous}-{group}"
+        dist.init_process_group("gloo", init_method=method, rank=own_rank, world_size=members)
     try:
         report = (function(rank, *arguments), "", "", "")
     except Exception as error:

@@ -161,6 +161,14 @@ out.write_text(json.dumps({"bandwidth": "10Mbit", "flags": flags, "rows": rows})
 """
 
 
+def test_the_trainer_is_measured_with_the_callback_and_without(capsys):
+    assert main(["bench", "trainer", "--quick", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["trainer"]["ratio"] == result["trainer"]["with_seconds"] / result["trainer"]["without_seconds"] > 0
+    assert not set(PARTS) & result.keys()
+    assert result["checks"] == [], "a trial says nothing about the bound"
+
+
 def test_peers_are_measured_by_the_script_of_the_checkout(tmp_path, monkeypatch, capsys):
     assert peers.SCRIPT.exists()
     script = tmp_path / "against.py"

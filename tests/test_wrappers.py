@@ -7,6 +7,7 @@ training or at the first step.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 
@@ -54,6 +55,49 @@ def test_saving_and_loading_leave_the_order_of_hooks_alone_and_are_no_steps(acti
             toy_backward(model, 0, steps_before + number + 1)
             optimizer.step()
             assert calls == ["before", "send", "apply", "after"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_alone_leave_the_optimizer_to_whoever_saves_it(sharded):
+    def steps(model, optimizer, numbers):
+        for step in numbers:
+            toy_backward(model, 0, step)
+            optimizer.step()
+
+    method = isles.Method(sync_every=3, fragments=2, overlap=1)
+    model, other = Tower(2), Tower(2)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, other)]
+    with isles.DiLoCo(model, optimizers[0], method) as diloco, isles.DiLoCo(other, optimizers[1], method) as resumed:
+        steps(model, optimizers[0], range(5))
+        state = copy.deepcopy(diloco.state_dict(replica="weights", sharded=sharded))
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        resumed.load_state_dict(state)
+        assert same(weights_of(other), weights_of(model))
+        steps(model, optimizers[0], range(5, 9))
+        steps(other, optimizers[1], range(5, 9))
+        assert same(weights_of(other), weights_of(model))
+
+
+def test_a_step_that_was_skipped_counts_and_changes_nothing_else():
+    """The same rounds at the same steps as if a step had been taken that leaves the weights alone."""
+    trained = []
+    for skip in (False, True):
+        model = Tower(2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with isles.DiLoCo(model, optimizer, isles.Method(sync_every=3, fragments=2, overlap=1)) as diloco:
+            for step in range(9):
+                toy_backward(model, 0, step)
+                if step != 4:
+                    optimizer.step()
+                elif skip:
+                    diloco.skip_step()
+                else:
+                    optimizer.zero_grad()
+                    optimizer.step()
+                optimizer.zero_grad()
+            assert (diloco.step_count, diloco.stats.sends) == (9, 6)
+        trained.append(weights_of(model))
+    assert same(*trained)
 
 
 # ---- optimizer wrappers

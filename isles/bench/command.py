@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from isles.bench import codecs, document, engine, islands, memory, page, peers, scaling, targets
+from isles.bench import codecs, document, engine, islands, memory, page, peers, scaling, targets, trainer
 from isles.bench.engine import Load
 from isles.bench.tables import tables
 
 PARTS = ("codecs", "engine", "islands", "scaling", "memory")
-PEERS, PAGE = "peers", "page"
+PEERS, PAGE, TRAINER = "peers", "page", "trainer"
 """Other parts, which need more than isles."""
 
 
@@ -41,6 +41,7 @@ class Sizes:
     memory_sync_every: int
     page_islands: int
     page_events: int
+    trainer: trainer.Sizes
 
 
 FULL = Sizes(
@@ -62,6 +63,7 @@ FULL = Sizes(
     memory_sync_every=48,
     page_islands=64,
     page_events=100_000,
+    trainer=trainer.FULL,
 )
 QUICK = Sizes(
     values=100_000,
@@ -77,6 +79,7 @@ QUICK = Sizes(
     memory_sync_every=24,
     page_islands=8,
     page_events=2_000,
+    trainer=trainer.QUICK,
 )
 
 
@@ -87,7 +90,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="PART",
         help=f"what to measure: {', '.join(PARTS)} (default: all of these, in some ten minutes), {PAGE}: the live page "
-        f"in chromium, or {PEERS}: torchft, over the same shaped links",
+        f"in chromium, {TRAINER}: Hugging Face's, with the callback and without, or {PEERS}: torchft, over the same "
+        "shaped links",
     )
     parser.add_argument("--peer", metavar="PYTHON", help="of torchft's environment (benchmarks/README.md), for peers")
     parser.add_argument("--quick", action="store_true", help="everything on a small scale, in seconds: a trial")
@@ -99,8 +103,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints a table for each part as it is done, returns the numbers."""
     parts = args.parts or list(PARTS)
-    if unknown := [part for part in parts if part not in (*PARTS, PAGE, PEERS)]:
-        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join((*PARTS, PAGE, PEERS))}")
+    known = (*PARTS, PAGE, PEERS, TRAINER)
+    if unknown := [part for part in parts if part not in known]:
+        raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join(known)}")
     if args.document and set(parts) != set(PARTS):
         raise ValueError("--document needs all parts: leave them out on the command line")
     if args.peer and PEERS not in parts:
@@ -128,7 +133,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def measure(parts: list[str], sizes: Sizes) -> dict[str, Any]:
     """The numbers of some parts, and what they say about the targets."""
     result: dict[str, Any] = {"machine": _machine(), "values": sizes.values}
-    for part in (*PARTS, PAGE):
+    for part in (*PARTS, PAGE, TRAINER):
         if part in parts:
             print(f"measuring: {part}", file=sys.stderr, flush=True)
             found = _MEASURES[part](sizes)
@@ -167,6 +172,10 @@ def _page(sizes: Sizes) -> dict[str, Any]:
     return {"page": page.measure(sizes.page_islands, sizes.page_events)}
 
 
+def _trainer(sizes: Sizes) -> dict[str, Any]:
+    return {"trainer": trainer.measure(sizes.trainer)}
+
+
 _MEASURES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "codecs": _codecs,
     "engine": _engine,
@@ -174,6 +183,7 @@ _MEASURES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "scaling": _scaling,
     "memory": _memory,
     "page": _page,
+    "trainer": _trainer,
 }
 
 

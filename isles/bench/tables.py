@@ -51,7 +51,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, Table]:
         "codecs": _codecs, "engine": _engine, "islands": _islands, "phases": _phases,
         "parameters": lambda result: _sizes(result["scaling"]["parameters"]),
         "fragments": lambda result: _fragments(result["scaling"]["fragments"]),
-        "memory": _memory, "page": _page, "checks": _checks, "peers": _peers,
+        "memory": _memory, "page": _page, "checks": _checks, "peers": _peers, "trainer": _trainer,
     }  # fmt: skip
     there = {**result, **dict.fromkeys(("parameters", "fragments"), result.get("scaling"))}
     return {name: make(result) for name, make in makers.items() if there.get(name)}
@@ -198,6 +198,14 @@ def _checks(result: Mapping[str, Any]) -> Table:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
+
+
+def _trainer(result: Mapping[str, Any]) -> Table:
+    row = result["trainer"]
+    head = ("model", "Trainer", "with DiLoCoCallback", "ratio")
+    times = (f"{1e3 * row[name]:.2f} ms" for name in ("without_seconds", "with_seconds"))
+    cells = [(units.count(row["parameters"]), *times, f"{row['ratio']:.4f}x")]
+    return Table(f"trainer: CPU time of a step, one island alone, H = {row['sync_every']}", head, cells)
 
 
 def _peers(result: Mapping[str, Any]) -> Table:

@@ -19,7 +19,8 @@ def check(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     >>> [row["met"] for row in check({"scaling": {"exponent": 1.02, "fragments": [rows], "growth": [1.2]}})]
     [True, False]
     """
-    return [*_codecs(result.get("codecs", {})), *_engine(result), *_scaling(result), *_memory(result), *_page(result)]
+    groups = (_engine, _scaling, _memory, _page, _trainer)
+    return [*_codecs(result.get("codecs", {})), *(row for group in groups for row in group(result))]
 
 
 def _codecs(codecs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -59,6 +60,11 @@ def _page(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _at_most(f"live page, {size}: seconds to the first paint", page["full"]["paint_seconds"], 2.0)
         yield _at_most(f"live page, {size}: seconds until data is drawn", page["full"]["ready_seconds"], 2.0)
         yield _at_most(f"live page, {size}: seconds of an update", page["full"]["update_seconds"], 0.1)
+
+
+def _trainer(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if (trainer := result.get("trainer")) and trainer["sync_every"] >= 100:
+        yield _at_most("Hugging Face Trainer: with the callback against without, one island", trainer["ratio"], 1.01)
 
 
 def _at_least(claim: str, value: float, bound: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -135,6 +135,12 @@ class DiLoCo:
         self._check_resumed()
         self._all_or_nothing(self._exchange)
         self.engine_seconds += time.perf_counter() - begin
+
+    def skip_step(self) -> None:
+        """Counts a step for which a GradScaler, because of an overflow, did not call `optimizer.step()`. Islands that
+        skip different steps then still agree on how many there were.
+        """
+        self._after_step()
 
     def _exchange(self) -> None:
         """What is due after this step."""
@@ -277,13 +283,14 @@ class DiLoCo:
 
     # ---- checkpoints
 
-    def state_dict(self, *, replica: bool = True, sharded: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, replica: bool | Literal["weights"] = True, sharded: bool = False) -> dict[str, Any]:
         """Everything, so that a resumed run is the same run: outer state, rounds in flight, and the replica.
 
         Rounds in flight are waited for. The replica is the island's own parameters, buffers and inner optimizer;
-        `replica=False` leaves it out for those who save model and optimizer themselves. Tensors are copies on the CPU.
-        It loads with torch.load(weights_only=True). In an island of several ranks each has its own; `sharded=True`
-        gives all of them together one state for torch.distributed.checkpoint, which fits any number of ranks.
+        `replica="weights"` leaves the optimizer out for those who save it themselves, `replica=False` all of it.
+        Tensors are copies on the CPU. It loads with torch.load(weights_only=True). In an island of several ranks each
+        has its own; `sharded=True` gives all of them together one state for torch.distributed.checkpoint, which fits
+        any number of ranks.
         """
         if replica and self._showing_global:
             raise RuntimeError(
@@ -315,7 +322,7 @@ class DiLoCo:
                 state["outer_state"] = host_copy(self._rounds.torch_outer.optimizer.state_dict())
         if replica:
             with self._pause():
-                state["replica"] = self._replica.state_dict(sharded)
+                state["replica"] = self._replica.state_dict(sharded, with_optimizer=replica != "weights")
         return state
 
     @torch.no_grad()

@@ -100,15 +100,15 @@ class Replica:
 
     # ---- checkpoints
 
-    def state_dict(self, sharded: bool = False) -> dict[str, Any]:
+    def state_dict(self, sharded: bool = False, *, with_optimizer: bool = True) -> dict[str, Any]:
         """A copy of everything, on the CPU; `sharded` is the form that the ranks of an island save together."""
         if sharded:
             from torch.distributed.checkpoint.state_dict import get_state_dict
 
-            model, optimizer = get_state_dict(self._model, self.optimizer)
+            model, optimizer = get_state_dict(self._model, self.optimizer if with_optimizer else ())
             return copy.deepcopy({"model": model, "optimizer": optimizer})
-        optimizer = self.optimizer.state_dict()
-        return host_copy({"parameters": self.trained(), "buffers": self.buffers(), "optimizer": optimizer})
+        moments = self.optimizer.state_dict() if with_optimizer else None
+        return host_copy({"parameters": self.trained(), "buffers": self.buffers(), "optimizer": moments})
 
     def load_state_dict(self, state: dict[str, Any], sharded: bool = False) -> None:
         """All or nothing: what does not fit is found before anything is changed."""
@@ -116,14 +116,16 @@ class Replica:
             from torch.distributed.checkpoint.state_dict import set_state_dict
 
             weights, moments = state["model"], state["optimizer"]
-            set_state_dict(self._model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+            optimizers = self.optimizer if moments else ()
+            set_state_dict(self._model, optimizers, model_state_dict=weights, optim_state_dict=moments)
             return
         if not {"parameters", "buffers", "optimizer"} <= state.keys():
             raise ValueError("this is not a state of isles.DiLoCo: a part of the replica is missing")
         own, saved = {**self.trained(), **self.buffers()}, {**state["parameters"], **state["buffers"]}
         if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
             raise ValueError("the checkpoint is of another model: its parameters or buffers have other names or shapes")
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if state["optimizer"] is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         for name, tensor in own.items():
             tensor.copy_(saved[name])
 

@@ -1,9 +1,10 @@
 """Process groups of our own, and which ranks belong together.
 
 Everything between islands, and what isles exchanges inside one, goes over gloo groups that isles makes for itself on a
-prefix of the default group's store. Their names follow from their members and from how often these members have made a
-group, not from how many groups a rank has made: ranks that have made other groups find each other all the same. Nothing
-is registered with torch.distributed, so dropping the last reference gives sockets and threads back.
+prefix of the default group's store, or, for islands that share no default group, on a store of its own
+(`isles.wire.rendezvous`). Names of groups follow from their members and from how often these members have made a group,
+not from how many groups a rank has made: ranks that have made other groups find each other all the same. Nothing is
+registered with torch.distributed, so dropping the last reference gives sockets and threads back.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ def private_store(purpose: str, ranks: Sequence[int]) -> Store:
 
 def private_group(store: Store, ranks: Sequence[int], timeout_seconds: float) -> Any:
     """A gloo group of these ranks; all of them call this at the same time."""
-    place, timeout = list(ranks).index(dist.get_rank()), datetime.timedelta(seconds=timeout_seconds)
-    return ProcessGroupGloo(store, place, len(ranks), timeout)
+    return gloo_group(store, list(ranks).index(dist.get_rank()), len(ranks), timeout_seconds)
+
+
+def gloo_group(store: Store, place: int, size: int, timeout_seconds: float) -> Any:
+    """A gloo group of whoever calls this at the same time with the same store, each at its own place."""
+    return ProcessGroupGloo(store, place, size, datetime.timedelta(seconds=timeout_seconds))
 
 
 def ranks_of(group_or_mesh: Any) -> list[int]:
@@ -76,7 +81,8 @@ def ranks_at_the_same_place(island: Sequence[int]) -> list[int]:
         raise ValueError(
             f"the model is spread over all ranks {list(island)}, so there is no other island: shard or wrap it over "
             'the ranks of one island only (mesh["rank"] of a mesh ("island", "rank")) and pass world=isles.TorchWorld('
-            'mesh["island"]); for one island alone pass world=isles.LocalWorld.alone()'
+            'mesh["island"]), or join islands outside this group, world=isles.TorchWorld.connect(...); for one island '
+            "alone pass world=isles.LocalWorld.alone()"
         )
     members = sorted(rank for ranks in islands for rank in ranks)
     if len({len(ranks) for ranks in islands}) > 1 or members != list(range(size)):

@@ -116,7 +116,7 @@ def agree(headers: Sequence[Header]) -> None:
         if (header.about(), header.step) != (first.about(), first.step):
             advice = "start all islands in the same way, with the same Method"
             if header.step != first.step:
-                loaders = "loaders of equal length; a step that a GradScaler skips is not taken"
+                loaders = "loaders of equal length; DiLoCo.skip_step() where a GradScaler skips one"
                 advice = f"give every island the same number of steps ({loaders})"
             mine, other = f"island 0, at step {first.step}", f"island {rank}, at step {header.step}"
             raise MismatchError(f"islands disagree: {mine}, {first.about()}; {other}, {header.about()}: {advice}")

@@ -95,6 +95,7 @@ class RoundWorld:
             self._closed = True
             self._failure.record(-1, RuntimeError("this world is closed: make a new one"))
             _leave(self._transport, self._workers, reason)
+            self._next_headers = None  # which refers to connections
 
     def result(self, answer: Future[R]) -> R:
         """Waits for a stage. Raises LostPeerError if a peer is gone, although nobody may have noticed yet."""

@@ -2,7 +2,8 @@
 
 Between islands everything goes over gloo, from host memory, whatever the training inside an island uses. The links are
 TCP and slow, the payloads are small, and gloo needs no GPU. `TorchWorld` makes a group of its own with its own timeout,
-so its traffic and the user's collectives cannot get into each other's way.
+so its traffic and the user's collectives cannot get into each other's way. `TorchWorld()` makes it of the ranks of a
+process group, `TorchWorld.connect()` of islands that share none (`isles.wire.rendezvous`).
 
 gloo sends a message when its receiver has posted the receive, and learns of that on the connection that the receiver's
 own messages take. Where those fill the link, a receive that is posted late is heard of a queue later, and the sender's
@@ -32,11 +33,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from isles.wire.exchange import Kind
-from isles.wire.groups import private_group, private_store, ranks_of
+from isles.wire.groups import gloo_group, private_store, ranks_of
 from isles.wire.message import check_byte_order
 from isles.wire.reduction import Reduction, check_reduction
+from isles.wire.rendezvous import linger, meet
 from isles.wire.round import RoundWorld
 from isles.wire.worker import FirstFailure, Worker, stop_all
 from isles.wire.world import LostPeerError
@@ -64,19 +67,54 @@ class TorchWorld(RoundWorld):
         *,
         reduction: Reduction = "auto",
     ) -> None:
-        seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
-            raise ValueError(f"timeout={timeout!r} must be a number of seconds greater than 0, or a timedelta")
-        check_reduction(reduction)
-        check_byte_order()
+        seconds = _check(timeout, reduction)
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                "TorchWorld needs torch.distributed: start with torchrun, call torch.distributed.init_process_group()"
+                "TorchWorld needs torch.distributed: start with torchrun, call torch.distributed.init_process_group(), "
+                "or join islands without it, TorchWorld.connect(address, island, islands)"
             )
         self.ranks = ranks_of(group_or_mesh)
-        """Global ranks of the islands."""
+        """Global ranks of the islands; empty if they share no process group."""
+        store = private_store("world", self.ranks)
+        self._begin(store, self.ranks.index(dist.get_rank()), len(self.ranks), seconds, reduction)
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        island: int,
+        islands: int,
+        timeout: float | datetime.timedelta = 600.0,
+        *,
+        reduction: Reduction = "auto",
+    ) -> TorchWorld:
+        """The islands that meet at an address, with no default process group or beside one: for trainers, which take
+        the default group for one site. `address` is "HOST:PORT" of the machine of island 0. If there is a default
+        group, all its ranks call this, and each finds the ranks at its place in the other islands.
+        """
+        seconds = _check(timeout, reduction)
+        meeting = meet(address, island, islands, seconds)
+        world = cls.__new__(cls)
+        world.ranks = []
+        world._begin(meeting.store, island, islands, seconds, reduction, meeting.is_host)
+        return world
+
+    def _begin(
+        self, store: Store, rank: int, size: int, seconds: float, reduction: Reduction, hosts_store: bool = False
+    ) -> None:
         failure = FirstFailure()
-        super().__init__(GlooTransport(self.ranks, seconds, failure), reduction, failure)
+        transport = GlooTransport(store, rank, size, seconds, failure, hosts_store)
+        super().__init__(transport, reduction, failure)
+
+
+def _check(timeout: float | datetime.timedelta, reduction: Reduction) -> float:
+    """The timeout in seconds."""
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+        raise ValueError(f"timeout={timeout!r} must be a number of seconds greater than 0, or a timedelta")
+    check_reduction(reduction)
+    check_byte_order()
+    return seconds
 
 
 class GlooTransport:
@@ -84,13 +122,22 @@ class GlooTransport:
 
     threaded = True
 
-    def __init__(self, ranks: list[int], timeout_seconds: float, failure: FirstFailure) -> None:
-        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        failure: FirstFailure,
+        hosts_store: bool = False,
+    ) -> None:
+        self.rank, self.size = rank, size
         self._timeout_seconds = timeout_seconds
-        self._store = private_store("world", ranks)
+        self._store: Any = store
+        self._hosts_store = hosts_store
         self._left = False
         try:
-            self._group: Any = private_group(self._store, ranks, timeout_seconds)
+            self._group: Any = gloo_group(store, rank, size, timeout_seconds)
         except RuntimeError as error:
             raise self._lost(error) from error
         self._sender = Worker(f"isles-send-{self.rank}", failure)
@@ -171,6 +218,7 @@ class GlooTransport:
         for other in range(self.size):
             if other != self.rank and self._store.check([f"left/{other}"]):
                 reason = self._store.get(f"left/{other}").decode(errors="replace")
+                self._store.set(f"heard/{self.rank}", "")
                 lost = f"island {self.rank} lost it; restart all islands from their last checkpoint"
                 return f"island {other} left {reason} ({lost})"
         return ""
@@ -209,11 +257,15 @@ class GlooTransport:
         for other, nothing in self._slices([torch.empty(1, dtype=torch.uint8)] * self.size, 1):
             with contextlib.suppress(RuntimeError):  # a receive that times out makes gloo close all connections
                 self._group.recv([nothing], other, Kind.PROBE).wait(datetime.timedelta(milliseconds=1))
+        if reason and self._hosts_store:  # or it would be gone before anybody has read the reason
+            others, store = (other for other in range(self.size) if other != self.rank), self._store
+            heard = [f"heard/{other}" for other in others]
+            linger(lambda: all(store.check([key]) for key in heard))
         stop_all([self._sender])
 
     def release(self) -> None:
         self._posted.clear()
-        self._group = None
+        self._group = self._store = None
 
 
 class _Pending:

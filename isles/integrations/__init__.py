@@ -1,0 +1,1 @@
+"""isles in other people's trainers: `isles.integrations.transformers`, `isles.integrations.lightning`."""
