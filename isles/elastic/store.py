@@ -1,7 +1,7 @@
 """The object store: a few operations by name, with every way in which they end as one word.
 
-`open_store(url)` gives the store of a run. The url is `s3://bucket/run`, `gs://bucket/run`, `az://account/container/run`,
-a folder (`file:///mnt/share/run`, or a plain path), or `memory://NAME` for islands of one process. Endpoint, region and
+`open_store(url)` gives the store of a run. The url is `s3://bucket/run`, `gs://bucket/run`, `az://container/run`, a
+folder (`file:///mnt/share/run`, or a plain path), or `memory://NAME` for islands of one process. Endpoint, region and
 credentials are obstore's affair: its environment variables (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID ...), or
 options of `open_store`.
 
