@@ -321,3 +321,27 @@ def test_robust_is_a_setting_of_the_run(tmp_path):
         island(isles.StoreWorld(url, robust=True), METHODS["streaming"], 5)
         with pytest.raises(isles.MismatchError, match="robust=True there, None here"):
             island(isles.StoreWorld(url), METHODS["streaming"], 5)
+
+
+def test_fragments_with_nothing_in_them_are_passed_over(tmp_path):
+    """What is outside the layers is frozen, so the first fragment is empty."""
+    method = isles.Method.streaming(sync_every=6, fragments=4, overlap=2)
+
+    def frozen(world, turn=lambda made: made()):
+        model = Tower(3)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("layers"))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        with turn(lambda: isles.DiLoCo(model, optimizer, method, world=world)) as diloco:
+            for step in range(1, STEPS + 1):
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = torch.full_like(parameter, 2.0 ** -(3 + world.rank) * (step % 3))
+                optimizer.step()
+        assert any(fragment.is_empty for fragment in diloco.fragments)
+        return weights_of(model)
+
+    with new_store("memory", tmp_path) as (url, _):
+        worlds = [isles.StoreWorld(url, quorum=2, patience=math.inf, timeout=60) for _ in range(2)]
+        calls = [functools.partial(frozen, world, turn) for world, turn in zip(worlds, in_order(2), strict=True)]
+        for one, other in zip(threads(*calls), isles.run_local(frozen, 2), strict=True):
+            assert same(one, other)

@@ -52,7 +52,8 @@ class Elastic:
         model = json.dumps({"parameters": model_digest(self._replica), "frozen values": frozen})
         rounds, numels = self._rounds, [fragment.numel for fragment in self._rounds.fragments]
         shared = json.dumps({**settings.pop("method"), **settings}, sort_keys=True)
-        joining = Joining(shared, model, schedule, rounds.codec, numels, rounds.outer_state)
+        empty = [index for index, fragment in enumerate(rounds.fragments) if fragment.is_empty]
+        joining = Joining(shared, model, schedule, rounds.codec, numels, empty, rounds.outer_state)
         for missed in self._world.join(joining):
             rounds.apply_missed(missed)
         for fragment, anchor in zip(rounds.fragments, rounds.anchors(), strict=True):

@@ -354,7 +354,7 @@ class Rounds:
 
     def _unsent(self) -> list[int]:
         """Fragments with steps that are in no payload."""
-        return [index for index in range(len(self.fragments)) if self._unsent_steps(index)]
+        return [i for i, fragment in enumerate(self.fragments) if not fragment.is_empty and self._unsent_steps(i)]
 
     def _unsent_steps(self, index: int) -> int:
         return self.step - self.offload.take(index).sent_step + self._uncounted[index]

@@ -4,7 +4,8 @@ The protocol (`isles.elastic.protocol`) is a state machine without threads; here
 something for it, the training loop, a store operation that has ended, a timer, takes the lock for microseconds, tells
 it, and starts the operations that it asks for. Everything that takes time happens outside the lock:
 
-    store     up to `CONNECTIONS` operations at a time: requests, and checksums of what they bring
+    store     up to `CONNECTIONS` operations at a time: requests, and checksums of what they bring. Parts of snapshots
+              have `BULK_CONNECTIONS` of their own, so that payloads and seals never wait for them
     codec     one job after the other: encodes what is sent, averages what is sealed, takes the outer step ahead of time
     timer     wakes the protocol when it has nothing else to wake it
 
@@ -18,6 +19,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -40,8 +42,9 @@ from isles.wire.message import Header
 from isles.wire.worker import Worker, stop_all
 from isles.wire.world import LostPeerError
 
-CONNECTIONS = 8
+CONNECTIONS, BULK_CONNECTIONS = 8, 2
 R = TypeVar("R")
+Operations = queue.SimpleQueue[Operation | None]
 Check = Callable[[int, Header], None]
 """Raises `DamagedError` if a payload of this round cannot have this header."""
 Average = Callable[[int, tuple[Contribution, ...]], Any]
@@ -63,10 +66,16 @@ class Driver:
         self._average: Average | None = None
         self._refused: set[str] = set()
         self.codec = Worker("isles-codec")
-        self._operations: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._operations: Operations = queue.SimpleQueue()
+        self._bulk: Operations = queue.SimpleQueue()
+        self._transfers: dict[str, deque[float]] = {"put": deque(maxlen=8), "get": deque(maxlen=8)}
         self.member = make_member(time.monotonic())
-        for name, run in [("timer", self._run_timer), *[("store", self._run_operations)] * CONNECTIONS]:
-            threading.Thread(target=run, name=f"isles-{name}", daemon=True).start()
+        threading.Thread(target=self._run_timer, name="isles-timer", daemon=True).start()
+        for operations, count in ((self._operations, CONNECTIONS), (self._bulk, BULK_CONNECTIONS)):
+            for _ in range(count):
+                threading.Thread(
+                    target=self._run_operations, args=(operations,), name="isles-store", daemon=True
+                ).start()
         self.call(lambda now: None)
 
     # ---- for the training loop
@@ -95,6 +104,11 @@ class Driver:
         with self._changed:
             return self._changed.wait_for(lambda: self._failure is not None or condition(), seconds)
 
+    @property
+    def transfer_seconds(self) -> float:
+        """What the way of a payload has taken of late, up and down."""
+        return sum(max(seconds, default=0.0) for seconds in map(tuple, self._transfers.values()))
+
     def average_with(self, average: Average) -> None:
         """From now on, every round that is sealed and read is averaged in the background."""
         self._average = average
@@ -118,8 +132,9 @@ class Driver:
             self._stopped = True
             self._failure = self._failure or RuntimeError("this island has left its run: make a new StoreWorld")
             self._changed.notify_all()
-        for _ in range(CONNECTIONS):
-            self._operations.put(None)
+        for operations, count in ((self._operations, CONNECTIONS), (self._bulk, BULK_CONNECTIONS)):
+            for _ in range(count):
+                operations.put(None)
         stop_all([self.codec])
 
     # ---- in threads
@@ -127,7 +142,7 @@ class Driver:
     def _start_operations(self) -> None:
         """After every call, with the lock held."""
         for operation in self.member.operations():
-            self._operations.put(operation)
+            (self._bulk if _is_part(operation.name) else self._operations).put(operation)
         self._start_averages()
         self._changed.notify_all()
 
@@ -137,9 +152,13 @@ class Driver:
             self._averages[number] = self.codec.do(self._average, number, parts)
             number += 1
 
-    def _run_operations(self) -> None:
-        while (operation := self._operations.get()) is not None and not self._stopped:
-            answer = self._opened(operation, self._store.perform(operation))
+    def _run_operations(self, operations: Operations) -> None:
+        while (operation := operations.get()) is not None and not self._stopped:
+            begin = time.monotonic()
+            done = self._store.perform(operation)
+            if done.status == "ok" and operation.name.startswith(ROUNDS) and operation.kind in self._transfers:
+                self._transfers[operation.kind].append(time.monotonic() - begin)
+            answer = self._opened(operation, done)
             with self._changed:
                 self._tell(self.member.answer, operation, answer)
 
@@ -165,7 +184,7 @@ class Driver:
             with self._changed:
                 self.kept[name] = data
             return Answer("ok", contribution)
-        if name.startswith(SNAPSHOTS) and "-" in name:
+        if _is_part(name):
             with self._changed:
                 self.kept[name] = data
             return Answer("ok", Blob(len(data), digest(data)))
@@ -208,3 +227,8 @@ class Driver:
         if self._failure is not None:
             kind = type(self._failure) if isinstance(self._failure, (LostPeerError, ValueError)) else RuntimeError
             raise kind(str(self._failure)) from self._failure
+
+
+def _is_part(name: str) -> bool:
+    """Of a snapshot: large, and nobody waits for it in the loop."""
+    return name.startswith(SNAPSHOTS) and "-" in name

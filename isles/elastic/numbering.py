@@ -11,6 +11,7 @@ on. So "all rounds up to K" describes the state of the global model, with any nu
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,16 +38,18 @@ class Numbering:
     (2, [2], [1], 2)
     """  # noqa: E501
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, empty: Iterable[int] = ()) -> None:
+        """`empty`: fragments with nothing in them, which are never sent."""
+        self.schedule, left_out = schedule, set(empty)
         stages, begin, earlier = [], 0, 0
         for rounds, every in (*schedule.start, (None, schedule.sync_every)):
-            turns = [(step, due.fragment) for step in range(1, every + 1) for due in schedule.sends(begin + step)]
+            sends = [(step, due.fragment) for step in range(1, every + 1) for due in schedule.sends(begin + step)]
+            turns = [(step, fragment) for step, fragment in sends if fragment not in left_out]
             lateness = schedule.lateness if rounds is None else 0
             stages.append(_Stage(begin, every, earlier, tuple(turns), lateness))
             begin, earlier = begin + (rounds or 0) * every, earlier + (rounds or 0)
         self._stages = stages
-        self._fragments = len(schedule.offsets)
+        self._fragments = len(schedule.offsets) - len(left_out)
         clocks = range(begin + schedule.lateness + 1, begin + schedule.lateness + schedule.sync_every + 1)
         self.most_in_flight = max(self.last_sent(clock) - self.last_applied(clock - 1) for clock in clocks)
         """Of all fragments together, after the dense start."""

@@ -1,7 +1,7 @@
 """The object store: a few operations by name, with every way in which they end as one word.
 
-`open_store(url)` gives the store of a run. The url is `s3://bucket/run`, `gs://bucket/run`, `az://account/container/run`,
-a folder (`file:///mnt/share/run`, or a plain path), or `memory://NAME` for islands of one process. Endpoint, region and
+`open_store(url)` gives the store of a run. The url is `s3://bucket/run`, `gs://bucket/run`, `az://container/run`, a
+folder (`file:///mnt/share/run`, or a plain path), or `memory://NAME` for islands of one process. Endpoint, region and
 credentials are obstore's affair: its environment variables (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID ...), or
 options of `open_store`.
 
@@ -165,9 +165,8 @@ def _remote(url: str, timeout: float, options: dict[str, Any]) -> Any:
     import obstore.store
 
     seconds = f"{max(REQUEST_SECONDS, timeout / 4):.0f}s"
-    endpoint = str(
-        options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
-    )
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = options.get("endpoint") or next(filter(None, map(os.environ.get, names)), None)
     client = {"timeout": seconds, "connect_timeout": "15s", "allow_http": str(endpoint).startswith("http://")}
     client |= options.pop("client_options", {})
     retry = {"max_retries": 1, **options.pop("retry_config", {})}  # the protocol tries again by itself

@@ -8,8 +8,9 @@ are those of the others, bit for bit. One that was left out of a round is told s
 The mean of a round is a function of its seal: payloads in the order of the seal, each with the weight of its island
 times the number of steps in it. Islands that have taken the same number of steps count by their weights alone.
 
-Patience, if it is not given, follows the training loop: the time that the overlap covers, and as much again, at least
-`LEAST_PATIENCE` seconds. Nobody waits while the overlap lasts; an island that is missing after that costs the rest.
+Patience, if it is not given, is the time that the overlap covers: then an island that dies costs the others nothing. It
+is longer where that is very short: two steps of the loop, twice the way of a payload through the store, and
+`LEAST_PATIENCE` seconds are the least.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class StoreWorld:
         """Joins the run, or makes it."""
         if self._session is not None:
             raise ValueError("this StoreWorld has joined its run already: make a new one for every DiLoCo")
-        numbering = Numbering(joining.schedule)
+        numbering = Numbering(joining.schedule, joining.empty)
         if self._robust:
             joining = replace(joining, settings=json.dumps({**json.loads(joining.settings), "robust": True}))
         every = self._snapshot_every or PERIODS_BETWEEN_SNAPSHOTS * len(joining.numels)
@@ -300,7 +301,8 @@ class _Session:
             self._step_seconds = [*self._step_seconds[-30:], now - self._last_step]
             usual = sorted(self._step_seconds)[len(self._step_seconds) // 2]
             covered = self.numbering.schedule.lateness * usual
-            self.driver.member.patience = max(LEAST_PATIENCE, 2 * covered, 3 * usual)
+            least = max(LEAST_PATIENCE, 2 * usual, 2 * self.driver.transfer_seconds)
+            self.driver.member.patience = max(least, covered)
         self._last_step = now
         return self.driver.call(self.driver.member.reach, clock)
 

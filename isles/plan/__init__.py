@@ -16,6 +16,9 @@
     goodput      what is left when islands fail
     compare      all methods on one link; the bandwidth each needs
     recommend    the method with the least loss that is fast enough
+    shared_link  a queue of events, and a link that is shared evenly
+    store        islands that come and go: the real protocol, run on a store of names and sizes
+    store_costs  what they ask of the store, what it stores, what that costs
     measured     a workload out of a run's events.jsonl
     present      the answer as text and as JSON
     plot, command, document     drawing it, `isles plan`, and docs/planning.md

@@ -4,6 +4,7 @@
     isles plan --params 124M --layers 12 --step-time 0.35 --bandwidth 20Mbit --latency 50ms --islands 4
     isles plan --events runs/demo/streaming --bandwidth 100Mbit --plot utilisation.png
     isles plan --paper --params 1e9 --layers 24 --step-time 0.1 --sync-every 100 --json
+    isles plan --store aws --params 124M --layers 12 --step-time 0.35 --bandwidth 50Mbit --store-latency 50ms
 
 Lists, where islands differ: `--step-time 0.1,0.12`, `--upload 20Mbit,1Gbit`, one entry per island.
 """
@@ -87,6 +88,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="restart",
         help="what the others do when an island is lost",
     )
+    store = parser.add_argument_group("islands that come and go", "joined by an object store instead of links")
+    store.add_argument(
+        "--store",
+        nargs="?",
+        const="aws",
+        choices=("aws", "gcs", "r2", "folder"),
+        help="what is asked of a store, and what it costs by this price list (default %(const)s)",
+    )
+    store.add_argument("--store-latency", help="of a request, there and back (default 50ms; of a folder 1ms)")
+    store.add_argument(
+        "--patience", help="how long islands wait for each other: 60s (default: as StoreWorld chooses it)"
+    )
+    store.add_argument("--prices", help="in dollars, where yours differ: writes=5,reads=0.4,storage=0.023,out=0.09")
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--utilisation", "--utilization", default="95", help="wanted, in percent (default %(default)s)")
     answer.add_argument("--paper", action="store_true", help="the papers' conventions, for reproducing their tables")
@@ -117,6 +131,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         failures=_failures(args),
         outer_on_host=args.outer_state == "host",
     )
+    if args.store:
+        return _on_a_store(args, question, variants, sync_every)
     wanted = _percent(args.utilisation)
     rows = compare(question, variants)
     best = recommend(question, wanted, PUBLISHED_PERIODS if args.sync_every is None else (sync_every,))
@@ -127,6 +143,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         save(question, rows, sync_every, Path(args.plot))
         print(f"\ndrawn: {args.plot}")
     return present.as_dict(question, rows, best, wanted, sync_every)
+
+
+def _on_a_store(
+    args: argparse.Namespace, question: Question, variants: list[Variant], sync_every: int
+) -> dict[str, Any]:
+    from isles.plan import store_costs as costs
+
+    latency = _optional(args.store_latency, lambda text: parse_seconds(text, "--store-latency", zero=True))
+    patience = _optional(args.patience, lambda text: parse_seconds(text, "--patience", zero=True))
+    store = costs.Store.of(args.store, latency, patience, args.prices)
+    plan = costs.plan(question, variants, store, sync_every)
+    print(costs.text(plan))
+    return costs.as_dict(plan)
 
 
 def _workload(args: argparse.Namespace, facts: dict[str, Any], step_seconds: float | None) -> Workload:
@@ -235,6 +264,22 @@ def _check_together(args: argparse.Namespace) -> None:
         "--outside-params": args.outside_params is not None,
         "--ranks": args.ranks is not None,
     }
+    islands_only = {
+        **honest_only,
+        "--paper": args.paper,
+        "--plot": args.plot is not None,
+        "--mtbf": args.mtbf is not None,
+        "--outer-state": args.outer_state != "device",
+        "--utilisation": args.utilisation != "95",
+    }
+    del islands_only["--outside-params"]
+    given = [flag for flag, used in islands_only.items() if used]
+    if args.store and given:
+        raise ValueError(f"{', '.join(given)} and --store do not go together: they are about other kinds of runs")
+    about_stores = {"--store-latency": args.store_latency, "--patience": args.patience, "--prices": args.prices}
+    for flag, value in about_stores.items():
+        if value is not None and not args.store:
+            raise ValueError(f"{flag} {value} is about a store: give --store too")
     if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot {args.plot} must end in .png, .svg or .pdf")
     if args.plot and not Path(args.plot).parent.is_dir():

@@ -29,11 +29,11 @@ def text(question: Question, rows: Sequence[Row], best: Recommendation, wanted: 
     parts = [
         MODES["paper" if question.paper else "honest"] + _coding_note(question),
         _situation(question, sync_every),
-        _table([_HEADER, *([*_cells(row)] for row in rows)]),
+        table([_HEADER, *([*_cells(row)] for row in rows)]),
         _memory_note(question),
         *(_start_note(row.variant.name, row.start) for row in rows if row.start is not None),
         "Gbit/s needed for a utilisation of",
-        _table(
+        table(
             [["method", *(f"{target} %" for target in rows[0].gbit_per_s)], *(_needed(question, row) for row in rows)]
         ),
         _advice(best, wanted),
@@ -139,7 +139,8 @@ def _needed(question: Question, row: Row) -> list[str]:
     return [row.variant.name, *shown]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, in columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -168,6 +168,8 @@ class Joining:
     codec: Codec
     numels: list[int]
     """Of the fragments."""
+    empty: list[int]
+    """Fragments with nothing in them."""
     state: Callable[[], list[dict[str, Tensor]]]
     """The outer state of this island, now."""
 
