@@ -93,7 +93,7 @@ def run(setting: Setting, seed: int) -> dict[str, Any]:
                     optimizers[island].load_state_dict(optimizers[0].state_dict())
             batches = Batches(train, seed=f"{seed}/{island}", island=0, islands=1, batch_size=4, sequence_length=64)
             steps = EVERY // 10 if setting.slow and island == 1 else EVERY
-            torch.nn.utils.vector_to_parameters(anchor, parameters)
+            torch.nn.utils.vector_to_parameters(anchor.clone(), parameters)  # else they share memory
             for step in range(steps):
                 backward(model, batches.at(own_steps[island]), config, segments=segments)
                 update(model, optimizers[island], config, (number - 1) * EVERY + step)
@@ -109,7 +109,7 @@ def run(setting: Setting, seed: int) -> dict[str, Any]:
         velocity = mu * velocity + mean
         anchor = anchor - lr * (mean + mu * velocity)
         if number % 10 == 0:
-            torch.nn.utils.vector_to_parameters(anchor, parameters)
+            torch.nn.utils.vector_to_parameters(anchor.clone(), parameters)  # else they share memory
             found = validation_batches(tokens, 16, 64, max_tokens=65536)
             curve.append(quality(*total_nats(model, found), tokens.validation_bytes * found.share)["val_loss"])
     return {"val_loss": curve[-1], "curve": curve}
