@@ -3,6 +3,7 @@
     isles lab --islands 2 --bandwidth 20Mbit -- --method streaming --model mini --steps 200 --sync-every 20
     isles lab --islands 4 --bandwidth 50Mbit --timed -- --method diloco --parameters 30.8e6 --sync-every 128
     isles lab --sweep --out runs/lab-sweep
+    isles lab --store --islands 3 --bandwidth 50Mbit --faults all
     isles lab --bandwidth 5Mbit --command -- sh -c 'torchrun --nnodes {islands} --nproc-per-node 1 \\
         --rdzv-backend c10d --rdzv-endpoint {host}:{port} --rdzv-conf is_host=$((1 - {island})) \\
         --local-addr {address} train.py'
@@ -20,6 +21,7 @@ from typing import Any
 
 from isles.lab import namespaces, programs
 from isles.lab import run as lab
+from isles.lab.elastic import command as elastic
 from isles.plan.quantities import format_bandwidth, parse_bandwidth, parse_seconds
 from isles.view import units
 
@@ -66,11 +68,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--kind", choices=("compute", "timed"), help="of the sweep: real compute, or timed sleeps only")
     how.add_argument("--bandwidths", metavar="LIST", help="of the sweep, such as 50Mbit,200Mbit, instead of its own")
     how.add_argument("--quick", action="store_true", help="a sweep of a few cells, in some minutes")
+    elastic.configure(parser)
     how.add_argument("--timeout", default="1h", help="how long the run may take (default %(default)s)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Prints what was measured, returns it for --json."""
+    if args.store:
+        return elastic.run_command(args, _say)
     if args.sweep:
         return _sweep(args)
     options, program = _options(args)
@@ -79,6 +84,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     record = lab.run(options, program, _say) if program else lab.run_command(options, args.flags, _say)
     print(present(record))
     return record
+
+
+def exit_code(result: dict[str, Any]) -> int:
+    """1 if islands that come and go did not come through."""
+    return elastic.exit_code(result)
 
 
 def _sweep(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,12 @@ from isles.train.setup import Setup
 
 QUIET = {"eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
 """Set by the laboratory unless the user sets it: nothing but steps between the first step and the last."""
+ELASTIC = {
+    **{"model": "nano", "data": "synthetic:0.1", "vocabulary": 300, "batch_size": 4, "sequence_length": 64},
+    **{"method": "streaming", "steps": 1_000_000, "warmup_steps": 20, "patience_seconds": 3.0, "timeout_seconds": 300.0},
+}
+ELASTIC_KNOBS = {"sync_every": 40, "fragments": 2, "overlap": 15}
+"""The run of the crash matrix, unless the user says otherwise: a round every 20 steps."""
 NOT_THE_USERS = ("run", "run_dir", "islands", "overwrite")
 MANY = 1_000_000
 NOT_IN_REFERENCE = ("resume", "method", "island_data", "evals", "reduction", *QUIET)
@@ -48,6 +54,11 @@ class Program:
     """Fields that the laboratory sets; the user's flags win."""
     config: Any
     """Both together."""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the method, the user's and the laboratory's."""
+
+    def method(self) -> Method | None:
+        return Setup(self.config, dict(self.knobs)).method()
 
     def flags_of_run(self, folder: Path) -> list[str]:
         """For an island of the run."""
@@ -82,6 +93,22 @@ def timed(arguments: Sequence[str]) -> Program:
     config = TimedConfig(**chosen)
     Setup(config.as_train_config(), knobs).method()
     return Program("isles.lab.timed", ("-m", "isles.lab.timed"), tuple(arguments), chosen, {}, config)
+
+
+def elastic(arguments: Sequence[str], threads: int = 1) -> Program:
+    """`isles train --store` with the user's flags. Raises ValueError for what cannot be."""
+    chosen, knobs = _read(arguments, TrainConfig, "isles train")
+    for field in ("store", "resume"):
+        if field in chosen:
+            raise ValueError(f"--{field} is set by the laboratory: give --store before `--`, and leave --resume out")
+    knobs = {**ELASTIC_KNOBS, **knobs}
+    sets = {**QUIET, **ELASTIC, "threads": threads}
+    config = TrainConfig(**{**sets, **chosen})
+    method = Setup(config, knobs).method()
+    if method is None or method.update == "eager" or config.patience_seconds is None:
+        raise ValueError(f"--method {config.method} does not go with a store: use streaming, diloco, delayed or distant")
+    start = ("-m", "isles.lab.elastic.island")
+    return Program("isles train --store", start, tuple(arguments), chosen, {**sets, **ELASTIC_KNOBS}, config, knobs)
 
 
 def _read(arguments: Sequence[str], config: type, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
