@@ -21,14 +21,20 @@ from isles.train.setup import Setup
 
 QUIET = {"eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
 """Set by the laboratory unless the user sets it: nothing but steps between the first step and the last."""
+MANY = 1_000_000
 ELASTIC = {
     **{"model": "nano", "data": "synthetic:0.1", "vocabulary": 300, "batch_size": 4, "sequence_length": 64},
-    **{"method": "streaming", "steps": 1_000_000, "warmup_steps": 20, "patience_seconds": 3.0, "timeout_seconds": 300.0},
+    **{
+        "method": "streaming",
+        "steps": MANY,
+        "warmup_steps": 20,
+        "patience_seconds": 3.0,
+        "timeout_seconds": 300.0,
+    },
 }
 ELASTIC_KNOBS = {"sync_every": 40, "fragments": 2, "overlap": 15}
 """The run of the crash matrix, unless the user says otherwise: a round every 20 steps."""
 NOT_THE_USERS = ("run", "run_dir", "islands", "overwrite")
-MANY = 1_000_000
 NOT_IN_REFERENCE = ("resume", "method", "island_data", "evals", "reduction", *QUIET)
 
 
@@ -98,15 +104,15 @@ def timed(arguments: Sequence[str]) -> Program:
 def elastic(arguments: Sequence[str], threads: int = 1) -> Program:
     """`isles train --store` with the user's flags. Raises ValueError for what cannot be."""
     chosen, knobs = _read(arguments, TrainConfig, "isles train")
-    for field in ("store", "resume"):
-        if field in chosen:
-            raise ValueError(f"--{field} is set by the laboratory: give --store before `--`, and leave --resume out")
+    for name in ("store", "resume"):
+        if name in chosen:
+            raise ValueError(f"--{name} is set by the laboratory: give --store before `--`, and leave --resume out")
     knobs = {**ELASTIC_KNOBS, **knobs}
     sets = {**QUIET, **ELASTIC, "threads": threads}
     config = TrainConfig(**{**sets, **chosen})
     method = Setup(config, knobs).method()
     if method is None or method.update == "eager" or config.patience_seconds is None:
-        raise ValueError(f"--method {config.method} does not go with a store: use streaming, diloco, delayed or distant")
+        raise ValueError(f"--method {config.method} does not go with a store: use streaming or distant")
     start = ("-m", "isles.lab.elastic.island")
     return Program("isles train --store", start, tuple(arguments), chosen, {**sets, **ELASTIC_KNOBS}, config, knobs)
 
@@ -118,9 +124,9 @@ def _read(arguments: Sequence[str], config: type, name: str) -> tuple[dict[str, 
     flags.add(parser, Method, "the method")
     args = parser.parse_args(list(arguments))
     chosen, knobs = flags.given(args, config), flags.given(args, Method)
-    for field in NOT_THE_USERS:
-        if field in chosen:
-            flag = "--" + field.replace("_", "-")
+    for name in NOT_THE_USERS:
+        if name in chosen:
+            flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is set by the laboratory: give --run, --islands or --overwrite before `--`")
     return chosen, knobs
 

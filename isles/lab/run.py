@@ -296,5 +296,6 @@ def _filled(word: str, network: Network, island: int) -> str:
 
 
 def written(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The record, which is now in the folder too."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return record

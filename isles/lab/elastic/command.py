@@ -5,8 +5,8 @@
     isles lab --store folder --islands 5 --churn 20s -- --steps 6000
     isles lab --store --timed --islands 4 --bandwidth 50Mbit -- --overlap 50
 
-What follows `--` are flags of `isles train`. With --churn it is a run to its last step, and an undisturbed one of as many
-islands; with --timed, islands whose compute is a sleep, on the store and on torch.distributed.
+What follows `--` are flags of `isles train`. With --churn it is a run to its last step, and an undisturbed one of as
+many islands; with --timed, islands whose compute is a sleep, on the store and on torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from isles.lab import namespaces, programs
 from isles.lab import run as lab
-from isles.lab.elastic import matrix, run
+from isles.lab.elastic import beside, matrix, run
 from isles.lab.elastic.faults import FAULTS, parse_faults
 from isles.lab.elastic.fleet import Options
 from isles.lab.elastic.run import Say
@@ -38,7 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--store", nargs="?", const="s3", choices=("s3", "folder"), help="join islands by an S3 server, or by a folder"
     )
     what = "; ".join(f"{name}: {fault.what}" for name, fault in FAULTS.items())
-    group.add_argument("--faults", default="all", help=f"all, none, or a list with commas (default %(default)s): {what}")
+    group.add_argument(
+        "--faults", default="all", help=f"all, none, or a list with commas (default %(default)s): {what}"
+    )
     group.add_argument("--times", type=int, default=3, help="how often each fault (default %(default)s)")
     group.add_argument("--seed", type=int, default=0, help="decides whom and when (default %(default)s)")
     group.add_argument("--seconds", default="30s", help="of the undisturbed run (default %(default)s)")
@@ -64,6 +66,8 @@ def check(args: argparse.Namespace) -> None:
 def run_command(args: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Prints what was measured, returns it for --json."""
     check(args)
+    if args.timed:
+        return _timed(args, say)
     wanted, seconds = parse_faults(args.faults), parse_seconds(args.seconds, "--seconds")
     every = parse_seconds(args.churn, "--churn") if args.churn else 0.0
     check_islands(args.islands)
@@ -93,6 +97,29 @@ def run_command(args: argparse.Namespace, say: Say) -> dict[str, Any]:
 def exit_code(result: dict[str, Any]) -> int:
     """1 if an island failed or hung, or global models differ."""
     return 0 if result.get("sound", True) else 1
+
+
+def _timed(args: argparse.Namespace, say: Say) -> dict[str, Any]:
+    """Timed islands, joined by torch.distributed and by a store."""
+    if args.store != "s3" or args.churn:
+        raise ValueError("--timed compares an S3 server with torch.distributed: leave out --store folder and --churn")
+    program = programs.timed(args.flags)
+    if program.config.method in ("eager", "data-parallel"):
+        raise ValueError(f"--method {program.config.method} does not go with a store: use streaming or distant")
+    options = lab.Options(
+        folder=Path(args.run or "runs/lab-store-timed").absolute(),
+        islands=args.islands,
+        bandwidth=parse_bandwidth(args.bandwidth, "--bandwidth"),
+        reference_steps=max(1, args.reference_steps),
+        timeout_seconds=parse_seconds(args.timeout, "--timeout"),
+    )
+    namespaces.check()
+    lab.claim(options.folder, overwrite=args.overwrite)
+    for name in ("torch", "store"):
+        (options.folder / name).mkdir(exist_ok=True)
+    result = beside.compare(options, program, say)
+    print(beside.present(result))
+    return lab.written(options.folder, result)
 
 
 def _churn(options: Options, every: float, seed: int, say: Say) -> dict[str, Any]:

@@ -10,6 +10,7 @@ identical      whoever has applied the same rounds has the same global model, by
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -121,11 +122,9 @@ def _survivors(lives: Sequence[Lived], fault: Injected, waiting: float, patience
     for life in lives:
         if life.slot in fault.victims or life.started > fault.begin or life.ended < fault.end or not life.of("step"):
             continue
-        inside = lambda event: fault.begin <= event["time"] <= end  # noqa: B023
-        applies = [event for event in life.of("apply") if inside(event)]
-        steps = [event for event in life.of("step") if inside(event)]
-        lost = [event for kind in ("excluded", "catch_up") for event in life.of(kind) if inside(event)]
-        jumps = [later["step"] - earlier["step"] - 1 for earlier, later in zip(steps, steps[1:], strict=False)]
+        applies, steps = (_between(life.of(kind), fault.begin, end) for kind in ("apply", "step"))
+        lost = [event for kind in ("excluded", "catch_up") for event in _between(life.of(kind), fault.begin, end)]
+        jumps = [later["step"] - earlier["step"] - 1 for earlier, later in itertools.pairwise(steps)]
         waited = sum(event["seconds"] for event in applies)
         found.append(
             {
@@ -139,6 +138,10 @@ def _survivors(lives: Sequence[Lived], fault: Injected, waiting: float, patience
             }
         )
     return found
+
+
+def _between(events: Sequence[Event], begin: float, end: float) -> list[Event]:
+    return [event for event in events if begin <= event["time"] <= end]
 
 
 def _joiner(life: Lived, injected: Sequence[Injected]) -> dict[str, Any] | None:

@@ -4,9 +4,10 @@
     island 1 [namespace]---link---+---[namespace]  S3 server (isles.lab.elastic.server)
     ...                           +
 
-Every island has a link of its own, shaped in both directions; that of the store is as wide as all of them. A *slot* is a
-machine: one namespace. A *life* is a process in it, from its start until it ends or is killed; whoever is started again
-has a new life, in a new folder, as on a machine that has lost its disk. With a folder as the store there are no links.
+Every island has a link of its own, shaped in both directions; that of the store is as wide as all of them. A *slot* is
+a machine: one namespace. A *life* is a process in it, from its start until it ends or is killed; whoever is started
+again has a new life, in a new folder, as on a machine that has lost its disk. With a folder as the store there are no
+links.
 """
 
 from __future__ import annotations

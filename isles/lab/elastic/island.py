@@ -12,7 +12,7 @@ each other. Two events are added to its log:
     final      number, digest: of the model that it leaves
 
 The global model is a function of the log, so two islands that write the same number must write the same digest.
-`--audit` takes no part. It replays the log as an observer and writes `audit.json`: all seals, and the digest at the end.
+`--audit` takes no part. It replays the log as an observer and writes `audit.json`: all seals, and the last digest.
 """
 
 from __future__ import annotations

@@ -43,7 +43,12 @@ def kinds_for(wanted: Sequence[str], store: str, *, explicit: bool) -> list[tupl
 
 
 def matrix(
-    options: Options, kinds: Sequence[tuple[str, Literal["s3", "folder"]]], times: int, seed: int, seconds: float, say: Say
+    options: Options,
+    kinds: Sequence[tuple[str, Literal["s3", "folder"]]],
+    times: int,
+    seed: int,
+    seconds: float,
+    say: Say,
 ) -> list[dict[str, Any]]:
     """Runs all of them; an undisturbed run on each kind of store comes first."""
     records, waiting = [], {}

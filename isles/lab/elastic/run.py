@@ -29,9 +29,7 @@ def calm(options: Options, seconds: float, say: Say) -> dict[str, Any]:
         return _end(fleet, [], None, begin, say)
 
 
-def faults(
-    options: Options, kind: str, times: int, seed: int, waiting: float | None, say: Say
-) -> dict[str, Any]:
+def faults(options: Options, kind: str, times: int, seed: int, waiting: float | None, say: Say) -> dict[str, Any]:
     """A fault of this kind, so many times, at points of rounds that the seed chooses."""
     rng, injected = random.Random(f"{kind} {seed}"), list[Injected]()
     if kind == "join":
@@ -118,7 +116,7 @@ def _end(fleet: Fleet, injected: list[Injected], waiting: float | None, begin: f
         **figures.of_run(fleet.lives, injected, audit, waiting, options.patience),
     }
     (options.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    say(f"{record['rounds']} rounds, {record['islands_in_a_round']:.2f} islands in one, identical: {record['identical']}")
+    say(f"{record['rounds']} rounds, {record['islands_in_a_round'] or 0:.2f} islands in one")
     return record
 
 
