@@ -110,9 +110,9 @@ def elastic(arguments: Sequence[str], threads: int = 1) -> Program:
     knobs = {**ELASTIC_KNOBS, **knobs}
     sets = {**QUIET, **ELASTIC, "threads": threads}
     config = TrainConfig(**{**sets, **chosen})
-    method = Setup(config, knobs).method()
-    if method is None or method.update == "eager" or config.patience_seconds is None:
+    if config.method in ("eager", "data-parallel"):
         raise ValueError(f"--method {config.method} does not go with a store: use streaming or distant")
+    Setup(config, knobs).method()
     start = ("-m", "isles.lab.elastic.island")
     return Program("isles train --store", start, tuple(arguments), chosen, {**sets, **ELASTIC_KNOBS}, config, knobs)
 

@@ -1,7 +1,8 @@
 """Figures of an elastic run from what its islands and its store have recorded. Pure: events and seals in, numbers out.
 
 in a round     an island is in a round if the seal lists it, which is what counts; being alive does not
-waited         what the training loop waited for rounds, by its `apply` events, beyond what an undisturbed run waits
+waited         what the training loop waited for rounds, by its `apply` events, beyond what an undisturbed run waits;
+               and the part of it for rounds whose seal says that somebody was waited for in vain
 lost rounds    that others sealed without a survivor: its steps are in a later one
 skipped steps  by which the clock of a survivor jumped forward
 joiner         from the start of a process until the first round that lists it: seconds, rounds, bytes it got by then
@@ -40,9 +41,11 @@ def of_run(
 ) -> dict[str, Any]:
     """All of them. `waiting` is what an apply waits in an undisturbed run, on average; None: this is one."""
     seals = audit["seals"]
-    survivors = [each for fault in injected for each in _survivors(lives, fault, waiting or 0.0, patience)]
+    in_vain = _in_vain(seals)
+    survivors = [each for fault in injected for each in _survivors(lives, fault, waiting or 0.0, patience, in_vain)]
     joiners = [each for life in lives if (each := _joiner(life, injected))]
     waits = [each["waited_seconds"] for each in survivors]
+    vain = [each["waited_in_vain_seconds"] for each in survivors]
     return {
         "rounds": len(seals),
         "islands_in_a_round": _mean([len(seal["islands"]) for seal in seals]),
@@ -53,6 +56,8 @@ def of_run(
         "survivors": survivors,
         "survivor_waited_seconds": _mean(waits),
         "survivor_waited_seconds_most": max(waits, default=None),
+        "survivor_waited_in_vain_seconds": _mean(vain),
+        "survivor_waited_in_vain_seconds_most": max(vain, default=None),
         "survivor_lost_rounds": sum(each["lost_rounds"] for each in survivors),
         "survivor_skipped_steps": sum(each["skipped_steps"] for each in survivors),
         "joiners": joiners,
@@ -115,7 +120,19 @@ def presence(lives: Sequence[Lived], seals: Sequence[dict[str, Any]]) -> dict[in
     return found
 
 
-def _survivors(lives: Sequence[Lived], fault: Injected, waiting: float, patience: float) -> list[dict[str, Any]]:
+def _in_vain(seals: Sequence[dict[str, Any]]) -> set[tuple[int, int]]:
+    """Fragment and round of the seals that name somebody who was missing. Rounds of a fragment count from 1."""
+    found, rounds = set(), defaultdict[int, int](int)
+    for seal in seals:
+        rounds[seal["fragment"]] += 1
+        if seal["missing"]:
+            found.add((seal["fragment"], rounds[seal["fragment"]]))
+    return found
+
+
+def _survivors(
+    lives: Sequence[Lived], fault: Injected, waiting: float, patience: float, in_vain: set[tuple[int, int]]
+) -> list[dict[str, Any]]:
     """What a fault cost each island that it did not hit."""
     found = []
     end = fault.end + patience
@@ -132,6 +149,9 @@ def _survivors(lives: Sequence[Lived], fault: Injected, waiting: float, patience
                 "fault": fault.kind,
                 "seconds": end - fault.begin,
                 "waited_seconds": max(0.0, waited - waiting * len(applies)),
+                "waited_in_vain_seconds": sum(
+                    event["seconds"] for event in applies if (event["fragment"], event["round"]) in in_vain
+                ),
                 "longest_wait_seconds": max((event["seconds"] for event in applies), default=0.0),
                 "lost_rounds": len(lost),
                 "skipped_steps": sum(max(0, jump) for jump in jumps),

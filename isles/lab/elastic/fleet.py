@@ -166,8 +166,7 @@ class Fleet:
     def signal_store(self, number: signal.Signals) -> None:
         """Stops the server, or lets it go on: it keeps its objects in memory."""
         assert self._server is not None
-        for pid in children(self._server.pid):
-            os.kill(pid, number)
+        _signal(self._server, number)
 
     def served(self) -> dict[str, int]:
         """Requests, by how they ended."""
@@ -204,13 +203,13 @@ class Fleet:
         """kill -9 of everything on its machine."""
         life.killed = True
         self.network.crash(life.slot)
+        life.process.kill()
         life.process.wait()
         life.is_alive()
 
     def signal(self, life: Life, number: signal.Signals) -> None:
-        for pid in children(life.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        """Stops an island, or lets it go on."""
+        _signal(life.process, number)
 
     def ask_to_leave(self) -> None:
         """As a first Ctrl-C does."""
@@ -262,6 +261,13 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To a program in a namespace and to nsenter, which has started it, and which stops when the program does."""
+    for pid in (*children(process.pid), process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def output_of(folder: Path) -> Path:

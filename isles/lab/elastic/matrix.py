@@ -21,7 +21,8 @@ COLUMNS = {
     "fault": "what was done, and how often",
     "rounds": "sealed in the run",
     "in a round": "islands that the seal lists, of those alive, on average",
-    "survivors waited": "seconds per fault and island, beyond an undisturbed run; the most",
+    "waited in vain": "seconds that a survivor waited per fault for rounds whose seal names who was missing; the most",
+    "waited in all": "the same for all rounds until the fault was over, beyond an undisturbed run",
     "they lost": "rounds that were sealed without a survivor, steps that it skipped",
     "in a round again": "seconds from the start of a process until a round lists it; of these after joining; rounds",
     "it fetched": "bytes until then",
@@ -62,7 +63,7 @@ def matrix(
         say(f"{kind}: {FAULTS[kind].what}")
         disk = DISK_BYTES if kind == "disk-full" else 0
         own = dataclasses.replace(options, folder=options.folder / kind, store=store, disk_bytes=disk)
-        record = run.faults(own, kind, 1 if kind == "slow-island" else times, seed, waiting[store], say)
+        record = run.faults(own, [kind] * (1 if kind == "slow-island" else times), seed, waiting[store], say)
         records.append({**record, "times": len(record["injected"])})
     return records
 
@@ -84,7 +85,8 @@ def _row(record: Mapping[str, Any]) -> list[str]:
     times = f" x {record['times']}" if record.get("times", 0) > 1 else ""
     name = f"{kind}{times}" + (" (folder)" if record["store"] == "folder" else "")
     survivors, joined = bool(record["survivors"]), bool(record["joiners"])
-    mean, most = record["survivor_waited_seconds"], record["survivor_waited_seconds_most"]
+    vain = [record[f"survivor_waited_in_vain_seconds{more}"] for more in ("", "_most")]
+    waited = [record[f"survivor_waited_seconds{more}"] for more in ("", "_most")]
     back = f"{_seconds(record['joiner_seconds'])} ({_seconds(record['joiner_seconds_after_joining'])})"
     agreed = f"{record['rounds_compared']} rounds" if record["identical"] else f"NO: {record['rounds_differing']}"
     broken = "; ".join([*record["failures"].values(), *(f"{name} hangs" for name in record["hanging"])])
@@ -92,7 +94,7 @@ def _row(record: Mapping[str, Any]) -> list[str]:
         name,
         str(record["rounds"]),
         f"{record['islands_in_a_round'] or 0:.2f} of {record['islands_alive'] or 0:.2f}",
-        f"{_seconds(mean)} ({_seconds(most)})" if disturbed and survivors else "-",
+        *("{} ({})".format(*map(_seconds, pair)) if disturbed and survivors else "-" for pair in (vain, waited)),
         f"{record['survivor_lost_rounds']}, {record['survivor_skipped_steps']}" if disturbed and survivors else "-",
         f"{back}, {record['joiner_rounds']} rounds" if joined else "-",
         units.number_of_bytes(round(record["joiner_bytes"])) if joined else "-",

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from isles.lab.elastic import figures
@@ -29,23 +29,22 @@ def calm(options: Options, seconds: float, say: Say) -> dict[str, Any]:
         return _end(fleet, [], None, begin, say)
 
 
-def faults(options: Options, kind: str, times: int, seed: int, waiting: float | None, say: Say) -> dict[str, Any]:
-    """A fault of this kind, so many times, at points of rounds that the seed chooses."""
-    rng, injected = random.Random(f"{kind} {seed}"), list[Injected]()
-    if kind == "join":
-        options = dataclasses.replace(options, spares=options.spares + times)
-    if kind == "slow-island":
+def faults(options: Options, kinds: Sequence[str], seed: int, waiting: float | None, say: Say) -> dict[str, Any]:
+    """Faults of these kinds, one after the other, at points of rounds that the seed chooses."""
+    rng, injected = random.Random(f"{' '.join(kinds)} {seed}"), list[Injected]()
+    options = dataclasses.replace(options, spares=options.spares + kinds.count("join"))
+    if "slow-island" in kinds:
         options = dataclasses.replace(options, slower={0: SLOWER})
     with Fleet(options) as fleet:
         begin = _begin(fleet, say)
-        for _ in range(times):
+        for kind in kinds:
             fleet.wait(options.patience + rng.uniform(0.0, 2 * options.round_seconds))
             if fleet.failures():
                 break
             injected.append(FAULTS[kind].inject(fleet, rng))
             say(f"{kind}: {injected[-1].detail}, over after {injected[-1].end - injected[-1].begin:.1f} s")
         fleet.wait(2 * options.patience)
-        return {"fault": kind, **_end(fleet, injected, waiting, begin, say)}
+        return {"fault": ", ".join(dict.fromkeys(kinds)), **_end(fleet, injected, waiting, begin, say)}
 
 
 def churn(options: Options, every: float, least: int, seed: int, say: Say) -> dict[str, Any]:
