@@ -5,17 +5,22 @@ import json
 import os
 import random
 import socket
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+import isles
 from isles import cli
+from isles.elastic.store import open_store
 from isles.lab import programs
 from isles.lab.elastic import figures, matrix, run
 from isles.lab.elastic.disk import CHUNK_BYTES, Disk
 from isles.lab.elastic.faults import FAULTS, Injected, parse_faults
 from isles.lab.elastic.fleet import Options
-from isles.lab.elastic.server import ANY, OF_A_CREATE, Moody
+from isles.lab.elastic.server import ANY, BUCKET, OF_A_CREATE, Moody
 from tests import lab_networks
 
 FLAGS = ["--sync-every", "20", "--overlap", "7", "--patience-seconds", "1"]
@@ -70,7 +75,7 @@ def test_a_disk_that_is_full_for_a_while_costs_time_and_nothing_else(tmp_path):
 def answers(moody: Moody, method: str, **headers: str) -> list[str]:
     """How so many requests end."""
     found = []
-    for _ in range(200):
+    for _ in range(100):
         ours, theirs = socket.socketpair()
         said: list[str] = []
         environ = {"REQUEST_METHOD": method, "wsgi.input": ours.makefile("rb"), "werkzeug.socket": ours, **headers}
@@ -105,6 +110,28 @@ def test_a_store_in_a_bad_mood_fails_as_stores_do_and_the_seed_decides(tmp_path)
     calls.clear()
     assert set(answers(moody, "GET")) == {"lost"}
     assert not calls
+
+
+def test_a_store_that_fails_now_and_then_is_insisted_on_and_not_accused(tmp_path):
+    """409 or 412 with nothing written, 503, lost answers: probing, reading and writing come through, by any seed."""
+    mood = tmp_path / "mood.json"
+    command = [sys.executable, "-m", "isles.lab.elastic.server", "127.0.0.1", "0", str(mood)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = f"http://127.0.0.1:{server.stdout.readline().split()[1]}"
+            urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT"))
+            own = {"endpoint": address, "access_key_id": "id", "secret_access_key": "secret", "region": "us-east-1"}
+            for seed in range(5):
+                mood.write_text(json.dumps({"errors": 0.4, "seed": seed}))
+                isles.probe_store(f"s3://{BUCKET}/run", **own)
+                store = open_store(f"s3://{BUCKET}/run", **own)
+                assert store.get(f"nothing-{seed}") is None
+                assert store.put(f"object-{seed}", b"mine", create=True), "it is ours, whatever the answer was"
+                assert not store.put(f"object-{seed}", b"another's", create=True)
+                assert store.get(f"object-{seed}") == b"mine"
+        finally:
+            server.kill()
 
 
 def test_a_disk_can_be_filled_up_and_has_room_again(tmp_path):

@@ -150,7 +150,7 @@ class Fleet:
         with (self.options.folder / "server.log").open("wb") as log:
             self._server = self.network.start(self.slots, command, stdout=subprocess.PIPE, stderr=log)
         assert self._server.stdout is not None
-        if self._server.stdout.readline() != b"listening\n":
+        if not self._server.stdout.readline().startswith(b"listening"):
             raise OSError(f"the S3 server did not start: see {self.options.folder / 'server.log'}")
         make = f"import urllib.request as u; u.urlopen(u.Request('http://{address}:{PORT}/{BUCKET}', method='PUT'))"
         made = self.network.start(self.slots, [sys.executable, "-c", make])

@@ -2,8 +2,8 @@
 
     python -m isles.lab.elastic.server ADDRESS PORT MOOD
 
-MOOD is a file with one JSON object. It is read again before every request, so whoever writes it decides what happens
-from then on; no file, or `{}`: all is well.
+On port 0 it takes a free one, and says which. MOOD is a file with one JSON object. It is read again before every
+request, so whoever writes it decides what happens from then on; no file, or `{}`: all is well.
 
     {"refuses": true}              every connection is closed without an answer
     {"errors": 0.3, "seed": 7}     this share of the requests fails, each in a way that the seed chooses
@@ -108,7 +108,7 @@ def main(address: str, port: int, mood: Path) -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     app = Moody(DomainDispatcherApplication(create_backend_app), mood)
     server = make_server(address, port, app, threaded=True)
-    print("listening", flush=True)
+    print("listening", server.server_port, flush=True)
     server.serve_forever()
 
 
