@@ -22,6 +22,7 @@ from typing import Any
 from isles.lab import namespaces, programs
 from isles.lab import run as lab
 from isles.lab.elastic import command as elastic
+from isles.lab.shaping import parse_share
 from isles.plan.quantities import format_bandwidth, parse_bandwidth, parse_seconds
 from isles.view import units
 
@@ -120,7 +121,7 @@ def _options(args: argparse.Namespace) -> tuple[lab.Options, programs.Program | 
         islands=args.islands,
         bandwidth=bandwidth,
         latency=parse_seconds(args.latency, "--latency", zero=True),
-        loss=_share(args.loss),
+        loss=parse_share(args.loss),
         mtu=args.mtu,
         ranks=args.nproc,
         reference_steps=args.reference_steps,
@@ -138,17 +139,6 @@ def _options(args: argparse.Namespace) -> tuple[lab.Options, programs.Program | 
     name = program.config.method if program else Path(args.flags[0]).name
     default = f"runs/lab-{name}-{format_bandwidth(bandwidth).removesuffix('/s').replace(' ', '')}"
     return dataclasses.replace(options, folder=Path(args.run or default).absolute()), program
-
-
-def _share(text: str) -> float:
-    """
-    >>> _share("0.1%"), _share("0.001")
-    (0.001, 0.001)
-    """
-    try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise ValueError(f"--loss {text!r} is not understood: write a share such as 0.1% or 0.001") from None
 
 
 def _say(line: str) -> None:

@@ -38,6 +38,9 @@ def _on_a_store(options: lab.Options, program: Program, reference: float, say: S
         program=own,
         islands=islands,
         bandwidth=options.bandwidth,
+        latency=options.latency,
+        loss=options.loss,
+        mtu=options.mtu,
         step_seconds=config.step_seconds,
     )
     say(f"running on {islands} islands and a store: {own.name} {' '.join(more)}")

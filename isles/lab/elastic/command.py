@@ -24,6 +24,7 @@ from isles.lab.elastic.faults import FAULTS, parse_faults
 from isles.lab.elastic.fleet import Options
 from isles.lab.elastic.run import Say
 from isles.lab.network import check_islands
+from isles.lab.shaping import Shape, parse_share
 from isles.plan.quantities import parse_bandwidth, parse_seconds
 from isles.view import units
 
@@ -51,8 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises for what cannot be, before anything is built."""
-    if args.any_command or args.sweep or args.nproc != 1:
-        raise ValueError("--store has its own runs: leave out --command, --sweep and --nproc")
+    if args.any_command or args.sweep or args.nproc != 1 or args.reference_turns:
+        raise ValueError("--store has its own runs: leave out --command, --sweep, --nproc and --reference-turns")
     for name, value, least in (("times", args.times, 1), ("seed", args.seed, 0)):
         if value < least:
             raise ValueError(f"--{name} {value} must be at least {least}")
@@ -71,11 +72,11 @@ def run_command(args: argparse.Namespace, say: Say) -> dict[str, Any]:
     wanted, seconds = parse_faults(args.faults), parse_seconds(args.seconds, "--seconds")
     every = parse_seconds(args.churn, "--churn") if args.churn else 0.0
     check_islands(args.islands)
+    links = _links(args)
     options = Options(
         folder=Path(args.run or "runs/lab-store").absolute(),
         program=programs.elastic(args.flags),
-        islands=args.islands,
-        bandwidth=parse_bandwidth(args.bandwidth, "--bandwidth"),
+        **links,
         store=args.store,
         step_seconds=args.step_seconds,
     )
@@ -94,6 +95,16 @@ def run_command(args: argparse.Namespace, say: Say) -> dict[str, Any]:
     return lab.written(options.folder, result)
 
 
+def _links(args: argparse.Namespace) -> dict[str, Any]:
+    """Of the islands."""
+    latency, loss = parse_seconds(args.latency, "--latency", zero=True), parse_share(args.loss)
+    shape = Shape(
+        bits_per_second=parse_bandwidth(args.bandwidth, "--bandwidth"), latency_seconds=latency, loss=loss, mtu=args.mtu
+    )
+    links = {"latency": shape.latency_seconds, "loss": shape.loss, "mtu": shape.mtu}
+    return {"islands": args.islands, "bandwidth": shape.bits_per_second, **links}
+
+
 def exit_code(result: dict[str, Any]) -> int:
     """1 if an island failed or hung, or global models differ."""
     return 0 if result.get("sound", True) else 1
@@ -108,8 +119,7 @@ def _timed(args: argparse.Namespace, say: Say) -> dict[str, Any]:
         raise ValueError(f"--method {program.config.method} does not go with a store: use streaming or distant")
     options = lab.Options(
         folder=Path(args.run or "runs/lab-store-timed").absolute(),
-        islands=args.islands,
-        bandwidth=parse_bandwidth(args.bandwidth, "--bandwidth"),
+        **_links(args),
         reference_steps=max(1, args.reference_steps),
         timeout_seconds=parse_seconds(args.timeout, "--timeout"),
     )

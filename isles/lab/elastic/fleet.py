@@ -35,6 +35,8 @@ from isles.train.launch import STOP_FILE, STOPPED
 from isles.view.events import FILE_NAME, Event
 
 PORT = 9000
+AUDIT = "audit.json"
+"""In the folder of an audit: what it found."""
 STARTING_SECONDS = 300.0
 """For a program to start on a busy machine."""
 ENDING_SECONDS = 300.0
@@ -50,6 +52,9 @@ class Options:
     spares: int = 0
     """Machines for islands that join later."""
     bandwidth: float = 50e6
+    latency: float = 0.0
+    loss: float = 0.0
+    mtu: int = 9000
     store: Literal["s3", "folder"] = "s3"
     disk_bytes: int = 0
     """Of the folder; 0: the disk it is on."""
@@ -127,7 +132,8 @@ class Fleet:
         self._server: subprocess.Popen[bytes] | None = None
         self.disk: Disk | None = None
         options.folder.mkdir(parents=True, exist_ok=True)
-        self.network = Network(self.slots + 1, options.bandwidth)
+        links = {"latency": options.latency, "loss": options.loss}
+        self.network = Network(self.slots + 1, options.bandwidth, mtu=options.mtu, **links)
         try:
             self.network.set_bandwidth(max(1e9, options.bandwidth * self.slots), self.slots)
             if options.store == "s3":
@@ -218,8 +224,6 @@ class Fleet:
 
     def audit(self) -> dict[str, Any]:
         """What the store has at the end, read by somebody who takes no part, from the store's own machine."""
-        from isles.lab.elastic.island import AUDIT
-
         folder = self.options.folder / "audit"
         process = self._run(self.slots, folder, "--audit")
         if process.wait(ENDING_SECONDS):

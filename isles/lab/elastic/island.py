@@ -35,13 +35,12 @@ from isles import flags
 from isles.core.method import Method
 from isles.elastic.objects import Seal
 from isles.elastic.store import ObjectStore, open_store
+from isles.lab.elastic.fleet import AUDIT
 from isles.train import setup, store_run
 from isles.train.config import TrainConfig
 from isles.train.elastic import ElasticTrainer
 from isles.train.launch import FAILED, LOST_PEER, STOPPED, USER_MISTAKE
 from isles.train.loop import Stopped
-
-AUDIT = "audit.json"
 
 
 class PacedTrainer(ElasticTrainer):
