@@ -204,6 +204,10 @@ def test_figures_of_a_kill():
     assert found["replay_is_the_final_model"]
     assert figures.presence([survivor, killed, again], seals)[1] == pytest.approx(0.7)
     assert figures.counted_steps(seals) == 17
+    assert [each["slot"] for each in found["survivors"]] == [0]
+    late = life(2, 3, [(7, False), (8, True)], started=3.0)
+    found = figures.of_run([survivor, killed, again, late], [fault], audit, 0.1, patience=1.0)
+    assert [each["slot"] for each in found["survivors"]] == [0], "whoever was in no round before has survived nothing"
 
 
 def test_one_bit_of_difference_is_seen():

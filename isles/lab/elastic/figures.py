@@ -137,7 +137,8 @@ def _survivors(
     found = []
     end = fault.end + patience
     for life in lives:
-        if life.slot in fault.victims or life.started > fault.begin or life.ended < fault.end or not life.of("step"):
+        was_in = any(event["own"] and event["time"] < fault.begin for event in life.of("round"))
+        if life.slot in fault.victims or not was_in or life.ended < fault.end:
             continue
         applies, steps = (_between(life.of(kind), fault.begin, end) for kind in ("apply", "step"))
         lost = [event for kind in ("excluded", "catch_up") for event in _between(life.of(kind), fault.begin, end)]
