@@ -41,6 +41,7 @@ from isles.train.config import TrainConfig
 from isles.train.elastic import ElasticTrainer
 from isles.train.launch import FAILED, LOST_PEER, STOPPED, USER_MISTAKE
 from isles.train.loop import Stopped
+from isles.train.synchronise import Cost
 
 
 class PacedTrainer(ElasticTrainer):
@@ -54,8 +55,8 @@ class PacedTrainer(ElasticTrainer):
         super()._start()
         self._look()
 
-    def _log_step(self, loss: float, clock: int, seconds: float, spent: tuple[float, float, int]) -> None:
-        engine = self.diloco.engine_seconds - spent[1]
+    def _log_step(self, loss: float, clock: int, seconds: float, spent: Cost) -> None:
+        engine = self.diloco.engine_seconds - spent.engine_seconds
         left = self._step_seconds + engine - seconds
         if left > 0:
             time.sleep(left)
