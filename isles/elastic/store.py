@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ NEEDS_KEY = f"this run has a key: pass key=, or set {KEY_VARIABLE}"
 TAG_BYTES = hashlib.sha256().digest_size
 REQUEST_SECONDS = 120.0
 """A request of one object may take so long, and longer where `timeout` says so: large payloads on slow links."""
+PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+"""Seconds between attempts where somebody insists."""
 
 _memory: dict[str, Any] = {}
 """The stores of `memory://NAME`."""
@@ -72,9 +75,27 @@ class ObjectStore:
         except Exception as error:  # time-outs, lost connections, 429, 500, 503, a full disk: all may pass
             return Answer("again", self._explain(error))
 
+    def insist(self, operation: Operation) -> Answer:
+        """As `perform`, a few times if need be, for whoever stands outside the protocol, which tries again by itself.
+
+        A create that says "exists" may have been this one's own first attempt, or a store that has written nothing.
+        """
+        for pause in (*PAUSES, None):
+            answer = self.perform(operation)
+            if operation.kind == "create" and answer.status == "exists":
+                there = self.perform(Operation("get", operation.name, limit=len(operation.body)))
+                if there.status == "ok" and there.value == operation.body:
+                    return Answer("ok")
+                if there.status in ("missing", "again"):
+                    answer = Answer("again", "the store says that it exists, and does not have it")
+            if answer.status != "again" or pause is None:
+                break
+            time.sleep(pause)
+        return answer
+
     def get(self, name: str, limit: int = MAX_DOCUMENT_BYTES) -> bytes | None:
         """An object, or None if there is none; ValueError if it cannot be read."""
-        answer = self.perform(Operation("get", name, limit=limit))
+        answer = self.insist(Operation("get", name, limit=limit))
         if answer.status == "ok":
             return bytes(answer.value)
         if answer.status == "missing":
@@ -83,7 +104,7 @@ class ObjectStore:
 
     def put(self, name: str, data: bytes, *, create: bool = False) -> bool:
         """Writes an object; with `create` only if there is none. Returns whether it was written."""
-        answer = self.perform(Operation("create" if create else "put", name, data))
+        answer = self.insist(Operation("create" if create else "put", name, data))
         if answer.status in ("ok", "exists"):
             return answer.status == "ok"
         raise ValueError(f"cannot write {name} to {self.url}: {answer.value}")
@@ -200,10 +221,8 @@ def probe(store: ObjectStore) -> None:
     """The same for a store that is open."""
     name, bodies = f"probes/{uuid.uuid4().hex}", [b"first", b"second"]
     with _removed(store, name):
-        first, second = (store.perform(Operation("create", name, body)) for body in bodies)
-        if first.status == "again":  # such things happen: once more
-            first = store.perform(Operation("create", name, bodies[0]))
-        if first.status not in ("ok", "exists"):
+        first, second = (store.insist(Operation("create", name, body)) for body in bodies)
+        if first.status != "ok":
             advice = "check that it exists, and that these credentials may write to it"
             raise ValueError(f"cannot write to {store.url}: {first.value}: {advice}")
         if second.status == "ok":
@@ -211,7 +230,7 @@ def probe(store: ObjectStore) -> None:
                 f"{store.url} let two creates of one name both succeed: it ignores If-None-Match, and islands would "
                 "overwrite each other's decisions. Use another store, or a newer version of this one"
             )
-        found = store.perform(Operation("get", name))
+        found = store.insist(Operation("get", name))
         if found.status != "ok":
             raise ValueError(f"cannot read what was written to {store.url}: {found.value or found.status}")
         if found.value != bodies[0]:

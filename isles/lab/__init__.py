@@ -12,6 +12,7 @@
     run          all of it together: one run, one record
     cells        methods x bandwidths
     sweep, figure    all of them, as a table and as a picture
+    elastic      islands that come and go around a store: kills, outages, joins (`isles lab --store`)
     command      `isles lab`
 
 Read them in this order. `Network` is of use by itself, in a test or a notebook:

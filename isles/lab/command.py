@@ -3,6 +3,7 @@
     isles lab --islands 2 --bandwidth 20Mbit -- --method streaming --model mini --steps 200 --sync-every 20
     isles lab --islands 4 --bandwidth 50Mbit --timed -- --method diloco --parameters 30.8e6 --sync-every 128
     isles lab --sweep --out runs/lab-sweep
+    isles lab --store --islands 3 --bandwidth 50Mbit --faults all
     isles lab --bandwidth 5Mbit --command -- sh -c 'torchrun --nnodes {islands} --nproc-per-node 1 \\
         --rdzv-backend c10d --rdzv-endpoint {host}:{port} --rdzv-conf is_host=$((1 - {island})) \\
         --local-addr {address} train.py'
@@ -20,6 +21,8 @@ from typing import Any
 
 from isles.lab import namespaces, programs
 from isles.lab import run as lab
+from isles.lab.elastic import command as elastic
+from isles.lab.shaping import parse_share
 from isles.plan.quantities import format_bandwidth, parse_bandwidth, parse_seconds
 from isles.view import units
 
@@ -66,11 +69,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--kind", choices=("compute", "timed"), help="of the sweep: real compute, or timed sleeps only")
     how.add_argument("--bandwidths", metavar="LIST", help="of the sweep, such as 50Mbit,200Mbit, instead of its own")
     how.add_argument("--quick", action="store_true", help="a sweep of a few cells, in some minutes")
+    elastic.configure(parser)
     how.add_argument("--timeout", default="1h", help="how long the run may take (default %(default)s)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Prints what was measured, returns it for --json."""
+    if args.store:
+        return elastic.run_command(args, _say)
     if args.sweep:
         return _sweep(args)
     options, program = _options(args)
@@ -79,6 +85,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     record = lab.run(options, program, _say) if program else lab.run_command(options, args.flags, _say)
     print(present(record))
     return record
+
+
+def exit_code(result: dict[str, Any]) -> int:
+    """1 if islands that come and go did not come through."""
+    return elastic.exit_code(result)
 
 
 def _sweep(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +121,7 @@ def _options(args: argparse.Namespace) -> tuple[lab.Options, programs.Program | 
         islands=args.islands,
         bandwidth=bandwidth,
         latency=parse_seconds(args.latency, "--latency", zero=True),
-        loss=_share(args.loss),
+        loss=parse_share(args.loss),
         mtu=args.mtu,
         ranks=args.nproc,
         reference_steps=args.reference_steps,
@@ -128,17 +139,6 @@ def _options(args: argparse.Namespace) -> tuple[lab.Options, programs.Program | 
     name = program.config.method if program else Path(args.flags[0]).name
     default = f"runs/lab-{name}-{format_bandwidth(bandwidth).removesuffix('/s').replace(' ', '')}"
     return dataclasses.replace(options, folder=Path(args.run or default).absolute()), program
-
-
-def _share(text: str) -> float:
-    """
-    >>> _share("0.1%"), _share("0.001")
-    (0.001, 0.001)
-    """
-    try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise ValueError(f"--loss {text!r} is not understood: write a share such as 0.1% or 0.001") from None
 
 
 def _say(line: str) -> None:

@@ -86,11 +86,12 @@ def steps_before_steady(method: Mapping[str, Any] | None, steps: int) -> int:
 
 def steady_time(log: Sequence[Event]) -> tuple[float, float]:
     """From when to when all islands of a run were in the steady state."""
-    found = _steady(log)
+    found = steady_loops(log)
     return max(loop.begin for loop in found), min(loop.end for loop in found)
 
 
-def _steady(log: Sequence[Event]) -> list[Loop]:
+def steady_loops(log: Sequence[Event]) -> list[Loop]:
+    """As `loops`, of the steps that count as steady."""
     config = next(event for event in log if event["event"] == "config")
     islands, method = int(config["islands"]), config.get("method")
     return loops(log, islands, skip=steps_before_steady(method, loops(log, islands)[0].steps))
@@ -125,7 +126,7 @@ def of_run(log: Sequence[Event], samples: Sequence[Sample], reference: Sequence[
     config = next(event for event in log if event["event"] == "config")
     end = next((event for event in reversed(log) if event["event"] == "end"), {})
     found = loops(log, int(config["islands"]))
-    steady = _steady(log)
+    steady = steady_loops(log)
     during = between(samples, config["time"], end.get("time", max(loop.end for loop in found)))
     sent = end.get("bytes_sent", sum(loop.bytes_sent for loop in found))
     kernel = sum(each.sent_bytes for each in during)

@@ -38,7 +38,7 @@ class Namespace:
         elif self._user:
             maker += ["--user", "--map-root-user"]
         self._holder = subprocess.Popen(
-            [_found(maker[0]), *maker[1:], "cat"],
+            [program_path(maker[0]), *maker[1:], "cat"],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -71,7 +71,7 @@ class Namespace:
     def command(self, arguments: Sequence[str], kinds: Sequence[str] = KINDS) -> list[str]:
         """The command that, started outside, runs the arguments inside."""
         user = [*self._user, "--preserve-credentials"] if self._user else []
-        return [_found("nsenter"), "--target", str(self.pid), *user, *kinds, "--", *arguments]
+        return [program_path("nsenter"), "--target", str(self.pid), *user, *kinds, "--", *arguments]
 
     def run(self, arguments: Sequence[str]) -> str:
         """Runs a program to its end and returns what it printed; raises OSError if it fails. For setting up: the
@@ -139,7 +139,7 @@ def children(pid: int) -> list[int]:
 def check() -> None:
     """Raises OSError with one clear line if this system cannot do it."""
     for program in PROGRAMS:
-        _found(program)
+        program_path(program)
     Namespace("check").close()
 
 
@@ -153,7 +153,7 @@ def why_not(error: str) -> str:
     )
 
 
-def _found(program: str) -> str:
+def program_path(program: str) -> str:
     """The program's path; /usr/sbin is not on everybody's."""
     path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")
     if path is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +21,20 @@ from isles.train.setup import Setup
 
 QUIET = {"eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
 """Set by the laboratory unless the user sets it: nothing but steps between the first step and the last."""
-NOT_THE_USERS = ("run", "run_dir", "islands", "overwrite")
 MANY = 1_000_000
+ELASTIC = {
+    **{"model": "nano", "data": "synthetic:0.1", "vocabulary": 300, "batch_size": 4, "sequence_length": 64},
+    **{
+        "method": "streaming",
+        "steps": MANY,
+        "warmup_steps": 20,
+        "patience_seconds": 3.0,
+        "timeout_seconds": 300.0,
+    },
+}
+ELASTIC_KNOBS = {"sync_every": 40, "fragments": 2, "overlap": 15}
+"""The run of the crash matrix, unless the user says otherwise: a round every 20 steps."""
+NOT_THE_USERS = ("run", "run_dir", "islands", "overwrite")
 NOT_IN_REFERENCE = ("resume", "method", "island_data", "evals", "reduction", *QUIET)
 
 
@@ -48,6 +60,11 @@ class Program:
     """Fields that the laboratory sets; the user's flags win."""
     config: Any
     """Both together."""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the method, the user's and the laboratory's."""
+
+    def method(self) -> Method | None:
+        return Setup(self.config, dict(self.knobs)).method()
 
     def flags_of_run(self, folder: Path) -> list[str]:
         """For an island of the run."""
@@ -84,6 +101,22 @@ def timed(arguments: Sequence[str]) -> Program:
     return Program("isles.lab.timed", ("-m", "isles.lab.timed"), tuple(arguments), chosen, {}, config)
 
 
+def elastic(arguments: Sequence[str], threads: int = 1) -> Program:
+    """`isles train --store` with the user's flags. Raises ValueError for what cannot be."""
+    chosen, knobs = _read(arguments, TrainConfig, "isles train")
+    for name in ("store", "resume"):
+        if name in chosen:
+            raise ValueError(f"--{name} is set by the laboratory: give --store before `--`, and leave --resume out")
+    knobs = {**ELASTIC_KNOBS, **knobs}
+    sets = {**QUIET, **ELASTIC, "threads": threads}
+    config = TrainConfig(**{**sets, **chosen})
+    if config.method in ("eager", "data-parallel"):
+        raise ValueError(f"--method {config.method} does not go with a store: use streaming or distant")
+    Setup(config, knobs).method()
+    start = ("-m", "isles.lab.elastic.island")
+    return Program("isles train --store", start, tuple(arguments), chosen, {**sets, **ELASTIC_KNOBS}, config, knobs)
+
+
 def _read(arguments: Sequence[str], config: type, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of the configuration, and of the method, that the flags give."""
     parser = _Parser(prog=name, add_help=False)
@@ -91,9 +124,9 @@ def _read(arguments: Sequence[str], config: type, name: str) -> tuple[dict[str, 
     flags.add(parser, Method, "the method")
     args = parser.parse_args(list(arguments))
     chosen, knobs = flags.given(args, config), flags.given(args, Method)
-    for field in NOT_THE_USERS:
-        if field in chosen:
-            flag = "--" + field.replace("_", "-")
+    for name in NOT_THE_USERS:
+        if name in chosen:
+            flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is set by the laboratory: give --run, --islands or --overwrite before `--`")
     return chosen, knobs
 

@@ -118,7 +118,7 @@ def run(options: Options, program: Program, say: Say) -> dict[str, Any]:
         record |= prediction.predicted(
             config, step_seconds, rates, latency_seconds=options.latency, ranks=options.ranks
         )
-    return _written(folder, record)
+    return written(folder, record)
 
 
 def _in_turns(options: Options, program: Program, alone: Alone, say: Say) -> bool:
@@ -216,7 +216,7 @@ def run_command(options: Options, command: Sequence[str], say: Say) -> dict[str,
         "kernel_bytes_by_island": [each.sent_bytes for each in counted],
         "kernel_bytes_received_by_island": [each.received_bytes for each in counted],
     }
-    return _written(options.folder, record)
+    return written(options.folder, record)
 
 
 def _described(options: Options, network: Network, say: Say) -> dict[str, Any]:
@@ -295,6 +295,7 @@ def _filled(word: str, network: Network, island: int) -> str:
     return word
 
 
-def _written(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def written(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The record, which is now in the folder too."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return record

@@ -67,6 +67,17 @@ class Shape:
         return self.bits_per_second * (self.mtu - HEADER_BYTES) / self.frame_bytes
 
 
+def parse_share(text: str) -> float:
+    """
+    >>> parse_share("0.1%"), parse_share("0.001")
+    (0.001, 0.001)
+    """
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise ValueError(f"--loss {text!r} is not understood: write a share such as 0.1% or 0.001") from None
+
+
 def apply(execute: Execute, device: str, shape: Shape, *, outward: bool) -> None:
     """Shapes what leaves a device; again: changes it, and nothing in flight is lost. `outward`: with latency, loss."""
     netem = _netem(shape) if outward else []

@@ -72,11 +72,15 @@ class TimedConfig:
     """How payloads become a mean."""
     timeout_seconds: float = 600.0
     """How long another island may be silent before it counts as lost."""
+    store: str = ""
+    """A bucket or folder that joins islands; every process is then an island of its own."""
+    quorum: int = 1
+    """With --store: the least number of islands in a round."""
     seed: int = 0
     """Of the gradients."""
 
     def __post_init__(self) -> None:
-        for name, least in (("parameters", self.layers + 1), ("layers", 1), ("steps", 1), ("seed", 0)):
+        for name, least in (("parameters", self.layers + 1), ("layers", 1), ("steps", 1), ("quorum", 1), ("seed", 0)):
             if not getattr(self, name) >= least or math.isinf(getattr(self, name)):
                 raise ValueError(f"--{name} {getattr(self, name):g} must be at least {least}")
         for name in ("step_seconds", "timeout_seconds"):
@@ -169,7 +173,12 @@ class TimedRun:
 
     def _synchroniser(self) -> Synchroniser:
         if self.method is not None:
-            return Islands(self.model, self.optimizer, self.method, self.place, self.place.world, self.log.events)
+            world: Any = self.place.world
+            if self.config.store:
+                world = isles.StoreWorld(
+                    self.config.store, quorum=self.config.quorum, timeout=self.config.timeout_seconds
+                )
+            return Islands(self.model, self.optimizer, self.method, self.place, world, self.log.events)
 
         def one_pass(model: nn.Module) -> None:
             self.model.pace.begin(1, time.perf_counter())
