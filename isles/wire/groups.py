@@ -8,6 +8,7 @@ is registered with torch.distributed, so dropping the last reference gives socke
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +38,14 @@ def private_group(store: Store, ranks: Sequence[int], timeout_seconds: float) ->
     """A gloo group of these ranks; all of them call this at the same time."""
     place, timeout = list(ranks).index(dist.get_rank()), datetime.timedelta(seconds=timeout_seconds)
     return ProcessGroupGloo(store, place, len(ranks), timeout)
+
+
+def break_connections(group: Any, others: Sequence[int], tag: int) -> None:
+    """Ends all waiting in a group, here and on the other ranks. No message has this tag."""
+    for other in others:
+        with contextlib.suppress(RuntimeError):  # a receive that times out makes gloo close all connections
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], other, tag).wait(datetime.timedelta(milliseconds=1))
 
 
 def ranks_of(group_or_mesh: Any) -> list[int]:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isles.wire.exchange import Kind
-from isles.wire.groups import private_group, private_store, ranks_of
+from isles.wire.groups import break_connections, private_group, private_store, ranks_of
 from isles.wire.message import check_byte_order
 from isles.wire.reduction import Reduction, check_reduction
 from isles.wire.round import RoundWorld
@@ -206,9 +206,8 @@ class GlooTransport:
         self._left = True
         if reason:
             self._ask_store(lambda: self._store.set(f"left/{self.rank}", reason))
-        for other, nothing in self._slices([torch.empty(1, dtype=torch.uint8)] * self.size, 1):
-            with contextlib.suppress(RuntimeError):  # a receive that times out makes gloo close all connections
-                self._group.recv([nothing], other, Kind.PROBE).wait(datetime.timedelta(milliseconds=1))
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        break_connections(self._group, others, Kind.PROBE)
         stop_all([self._sender])
 
     def release(self) -> None:
