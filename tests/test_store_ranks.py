@@ -231,3 +231,135 @@ def test_an_island_of_another_number_of_ranks_is_refused_on_all_of_them(tmp_path
             assert f"ranks_per_island=2 there, {ranks} here" in outcome.message
             assert "\n" not in outcome.message
     assert open_store(f"{tmp_path}/store").list("") == before, "no number was taken, no probe was left"
+
+
+def meet_an_error(rank, folder, island):
+    """Somebody has written what is no seal. The first rank reads it; all have to hear of it."""
+    mesh, _, _ = inside(1)
+    model = spread("plain", mesh)
+    model = torch.nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    world = isles.StoreWorld(f"{folder}/store", timeout=LONG)
+    with isles.DiLoCo(model, optimizer, METHODS["streaming"], world=world) as diloco:
+        for number in range(1000):
+            step(model, optimizer, "ddp", 0, number)
+            if rank == 0 and diloco.step_count == 7:
+                open_store(f"{folder}/store").put(seal_name(5), b'{"seal": "of nobody"}')
+
+
+def test_an_error_on_the_first_rank_is_the_error_of_all(tmp_path):
+    one, other = processes.run(meet_an_error, 2, tmp_path, str(tmp_path), 0)
+    assert one.text == other.text
+    assert one.error == "MismatchError"
+    assert seal_name(5) in one.message
+
+
+def test_a_store_that_cannot_be_used_is_the_error_of_all(tmp_path):
+    (tmp_path / "store").write_text("a file, not a folder")
+    one, other = processes.run(meet_an_error, 2, tmp_path, str(tmp_path), 0)
+    assert one.text == other.text
+    assert one.error == "ValueError"
+
+
+def be_slow(rank, folder, style, method, island):
+    """The second island takes its time, and the first has next to no patience."""
+    mesh, _, _ = inside(1)
+    model = spread(style, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    turns, own = Turns(folder), METHODS[method]
+    turns.wait(island)
+    store = open_store(f"{folder}/store")
+    world = isles.StoreWorld(f"{folder}/store", patience=0.02, timeout=LONG, snapshot_every=3)
+    with isles.DiLoCo(model, optimizer, own, world=world) as diloco:
+        turns.done(island)
+        turns.wait(2)
+        more = torch.ones(1)
+        while more:
+            step(model, optimizer, style, island, diloco.step_count)
+            if island == 1:  # for several rounds of the other one, now and then for longer than payloads are kept
+                rounds = 40 if diloco.step_count == 6 else 2
+                coming = seal_name(len(store.list("seals/")) + rounds)
+                until(functools.partial(store.get, coming))
+                more.fill_(diloco.step_count < 12)
+            else:
+                more.fill_(not (pathlib.Path(folder) / "over").exists())
+                dist.broadcast(more, 0)
+    if island == 1 and rank == 0:
+        (pathlib.Path(folder) / "over").touch()
+    stats = diloco.stats
+    return diloco.step_count, diloco.clock, stats.excluded_rounds + stats.catch_up_rounds, world.rank
+
+
+@pytest.mark.parametrize(("style", "method"), [("fsdp", "e3m0"), ("ddp", "streaming")])
+def test_every_step_of_a_slow_island_is_counted_once(style, method, tmp_path):
+    (quick, _), (slow, twin) = apart(be_slow, tmp_path, style, method)
+    assert slow == twin
+    assert slow[1] > slow[0] == 12
+    assert slow[2] > 0
+    assert slow[3] > 1, "it was away for so long that it has loaded a snapshot, and has a new number"
+    counted = {}
+    for seal in seals(open_store(f"{tmp_path}/store")):
+        for each in seal.contributions:  # an island that was away for long comes back under another number
+            row = counted.setdefault(each.island > 0, {})
+            row[seal.fragment] = row.get(seal.fragment, 0) + each.steps
+    assert counted == {False: dict.fromkeys(range(3), quick[0]), True: dict.fromkeys(range(3), 12)}
+
+
+def diverge(rank, folder, style, island):
+    """One rank of an island has an infinite weight: the whole island sits the round out."""
+    mesh, _, _ = inside(1)
+    model = spread(style, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    turns = Turns(folder)
+    turns.wait(island)
+    world = isles.StoreWorld(f"{folder}/store", quorum=2, patience=math.inf, timeout=LONG)
+    with isles.DiLoCo(model, optimizer, METHODS["streaming"], world=world) as diloco:
+        turns.done(island)
+        for number in range(STEPS):
+            step(model, optimizer, style, island, number)
+            if (island, rank, number) == (1, 1, 4):
+                with torch.no_grad():
+                    local(model.layers[0].up.weight).view(-1)[0] = math.inf
+    return weights_of(model), diloco.stats.nonfinite_rounds
+
+
+def test_what_is_not_finite_on_one_rank_keeps_its_island_out_of_the_round(tmp_path):
+    (one, second), (other, last) = apart(diverge, tmp_path, "fsdp")
+    assert (one[0], second[0]) == (other[0], last[0])
+    assert all(math.isfinite(value) for part in (one, second) for values in part[0].values() for value in values)
+    assert (one[1], second[1]) == (0, 0)
+    assert other[1] == last[1] > 0
+
+
+def save_and_go_on(rank, folder, island):
+    """Each rank saves the moments of its own part; the weights are the run's."""
+    mesh, _, _ = inside(1)
+
+    def run(seed, state=None):
+        model = spread("fsdp", mesh, seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        world = isles.StoreWorld(f"{folder}/store", timeout=LONG)
+        with isles.DiLoCo(model, optimizer, METHODS["e3m0"], world=world) as diloco:
+            begun = weights_of(model)
+            if state is None:
+                for number in range(9):
+                    step(model, optimizer, "fsdp", 0, number)
+                state = diloco.state_dict()
+            else:
+                diloco.load_state_dict(state)
+                assert weights_of(model) == begun
+        moments = [local(each["exp_avg"]).flatten().tolist() for each in optimizer.state.values()]
+        return state, moments, begun, weights_of(model)
+
+    state, saved, _, ended = run(seed=0)
+    _, put_back, begun, _ = run(1, state)
+    assert begun == ended
+    return saved, put_back
+
+
+def test_moments_of_every_rank_can_be_saved_and_put_back(tmp_path):
+    results = processes.values(save_and_go_on, 2, tmp_path, str(tmp_path), 0)
+    for saved, put_back in results:
+        assert saved == put_back
+        assert any(value for values in saved for value in values)
+    assert results[0] != results[1]

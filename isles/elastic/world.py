@@ -6,7 +6,7 @@ is the log of sealed rounds (`isles.elastic.protocol`), moved along by threads b
 are those of the others, bit for bit. One that was left out of a round is told so, and keeps what it has learned.
 
 An island of several ranks (FSDP2, DDP, tensor parallelism) is one writer: its first rank does all this, for all of them
-(`isles.elastic.ranks`).
+(`isles.elastic.lock_step`).
 
 The mean of a round is a function of its seal: payloads in the order of the seal, each with the weight of its island
 times the number of steps in it. Islands that have taken the same number of steps count by their weights alone.
@@ -54,7 +54,7 @@ from isles.wire.message import HEADER_BYTES, Header, bytes_of, check_byte_order,
 from isles.wire.world import Handle, Joining, LostPeerError, Mean, Missed, MissedRound, Payload, Snapshot
 
 if TYPE_CHECKING:
-    from isles.elastic.ranks import Follower
+    from isles.elastic.lock_step import Follower
 
 LEAST_PATIENCE = 10.0
 PERIODS_BETWEEN_SNAPSHOTS = 16
@@ -110,8 +110,8 @@ class StoreWorld:
         if observe and self.store.get(RUN) is None:
             raise ValueError(f"there is no run in {self.store.url}")
         self._observe = self._is_probed = observe
-        if not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
-            self._probe()  # else this may be a rank that only follows the first one of its island
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            self._probe()  # else this may be one rank of many in an island: when they join, the first one does it
         self.url, self._patience, self._snapshot_every = self.store.url, patience, snapshot_every
         poll = LOCAL_POLL if self.store.is_local else POLL
         self._settings = Settings(
@@ -166,7 +166,7 @@ class StoreWorld:
             raise ValueError("this StoreWorld has joined its run already: make a new one for every DiLoCo")
         numbering = Numbering(joining.schedule)
         if joining.ranks:
-            from isles.elastic.ranks import join_as_ranks
+            from isles.elastic.lock_step import join_as_ranks
 
             self._session = join_as_ranks(joining, numbering, self._make_session)
         else:
