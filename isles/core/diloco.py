@@ -93,7 +93,7 @@ class DiLoCo:
         self.world, self._owns_world = default_world(island.ranks) if world is None else (world, False)
         try:
             check_apart(self.world, island.ranks)
-            check_elastic(self.world, method, island.size)
+            check_elastic(self.world, method)
             options = (self.weight, self.stats, on_event, outer_optimizer, device)
             self._rounds = rounds = Rounds(self._replica, own, self.world, *options)
             outer = rounds.torch_outer.describe() if rounds.torch_outer else None

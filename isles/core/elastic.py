@@ -4,6 +4,9 @@ A fixed set of islands compares notes (`isles.core.handshake`). Here there is no
 island reads by itself. Joining means to take over the global model, which makes the initial weights of all but the
 first island irrelevant, and a position in the schedule. Moments of the inner optimizer start anew.
 
+In an island of several ranks each rank brings its own part of the model, and all of them join together. All islands of
+a run have the same number of ranks, with the same parts.
+
 Buffers (BatchNorm statistics) stay the island's own; the log has parameters only.
 """
 
@@ -26,7 +29,7 @@ EVERYTHING = Due(0, 0)
 """What joining and leaving are about."""
 
 
-def check_elastic(world: World, method: Method, ranks: int) -> None:
+def check_elastic(world: World, method: Method) -> None:
     """Raises ValueError for what a set of islands that changes cannot do."""
     if not is_elastic(world):
         return
@@ -35,8 +38,6 @@ def check_elastic(world: World, method: Method, ranks: int) -> None:
             "eager updates keep anchors that differ between islands, and an island that joins could not have them: "
             "with a StoreWorld use Method.distant(), which is as late as eager updates"
         )
-    if ranks > 1:
-        raise ValueError(f"a StoreWorld joins islands of one rank each, and this model is spread over {ranks} ranks")
 
 
 class Elastic:
@@ -51,9 +52,10 @@ class Elastic:
         frozen = [tensor_checksum(tensor) for tensor in self._replica.frozen().values()]
         model = json.dumps({"parameters": model_digest(self._replica), "frozen values": frozen})
         rounds, numels = self._rounds, [fragment.numel for fragment in self._rounds.fragments]
-        shared = json.dumps({**settings.pop("method"), **settings}, sort_keys=True)
+        island = self._replica.island
+        shared = json.dumps({**settings.pop("method"), **settings, "ranks_per_island": island.size}, sort_keys=True)
         empty = [index for index, fragment in enumerate(rounds.fragments) if fragment.is_empty]
-        joining = Joining(shared, model, schedule, rounds.codec, numels, empty, rounds.outer_state)
+        joining = Joining(shared, model, schedule, rounds.codec, numels, empty, rounds.outer_state, island.ranks)
         for missed in self._world.join(joining):
             rounds.apply_missed(missed)
         for fragment, anchor in zip(rounds.fragments, rounds.anchors(), strict=True):

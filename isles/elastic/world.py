@@ -5,6 +5,9 @@ is the log of sealed rounds (`isles.elastic.protocol`), moved along by threads b
 (`isles.elastic.driver`). An island that starts is given the newest snapshot and every round after it, so its anchors
 are those of the others, bit for bit. One that was left out of a round is told so, and keeps what it has learned.
 
+An island of several ranks (FSDP2, DDP, tensor parallelism) is one writer: its first rank does all this, for all of them
+(`isles.elastic.lock_step`).
+
 The mean of a round is a function of its seal: payloads in the order of the seal, each with the weight of its island
 times the number of steps in it. Islands that have taken the same number of steps count by their weights alone.
 
@@ -22,13 +25,15 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import safetensors.torch
+import torch.distributed as dist
 from torch import Tensor
 
 from isles.elastic.decisions import Apply, Decision, Load, Settings
 from isles.elastic.driver import Driver
+from isles.elastic.layout import Layout, label
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import (
     CLOSING_FORM,
@@ -52,6 +57,9 @@ from isles.wire.codec import Codec
 from isles.wire.message import HEADER_BYTES, Header, bytes_of, check_byte_order, checksum, tensor_of
 from isles.wire.world import Handle, Joining, LostPeerError, Mean, Missed, MissedRound, Payload, Snapshot
 
+if TYPE_CHECKING:
+    from isles.elastic.lock_step import Follower
+
 LEAST_PATIENCE = 10.0
 PERIODS_BETWEEN_SNAPSHOTS = 16
 """A snapshot has about the bytes of so many periods in 4 bits, two of them per parameter being in fp32."""
@@ -61,6 +69,9 @@ LOCAL_POLL, POLL = 0.01, 0.2
 """Seconds between two looks, where asking costs nothing and where it does."""
 LEAVE_SECONDS = 10.0
 """So long leaving may take; then the others find out by themselves."""
+S = TypeVar("S", bound="Session")
+Pack = Callable[[list[dict[str, Tensor]]], dict[str, bytes]]
+"""From the state of all fragments to the parts of a snapshot, by label."""
 
 
 class StoreWorld:
@@ -71,7 +82,8 @@ class StoreWorld:
     long, in seconds, a store may keep failing. `key` (or ISLES_STORE_KEY) is a secret that all islands share.
     `robust` bounds what one bad island can do (`isles.elastic.robust`); all islands of a run have it or none.
     `snapshot_every` is in rounds; None: 16 periods. With `observe` it reads the global model, which needs no rights to
-    write, and takes no part. `options` go to obstore: endpoint, region, credentials.
+    write, and takes no part. `options` go to obstore: endpoint, region, credentials. Every rank of an island makes one;
+    only the first rank's is used.
 
     >>> world = StoreWorld("memory://doctest", patience=5.0)
     >>> world.size
@@ -101,11 +113,12 @@ class StoreWorld:
             raise ValueError(f"snapshot_every={snapshot_every!r} must be a number of rounds, at least 1")
         check_byte_order()
         self.store = open_store(url, key, timeout, **options)
-        if not observe:
-            probe(self.store)
-        elif self.store.get(RUN) is None:
+        if observe and self.store.get(RUN) is None:
             raise ValueError(f"there is no run in {self.store.url}")
-        self._observe, self._robust = observe, bool(robust)
+        self._observe = self._is_probed = observe
+        self._robust = bool(robust)
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            self._probe()  # else this may be one rank of many in an island: when they join, the first one does it
         self.url, self._patience, self._snapshot_every = self.store.url, patience, snapshot_every
         poll = LOCAL_POLL if self.store.is_local else POLL
         self._settings = Settings(
@@ -116,12 +129,17 @@ class StoreWorld:
             backoff=poll,
             timeout=timeout,
         )
-        self._session: _Session | None = None
+        self._session: Session | Follower | None = None
+
+    def _probe(self) -> None:
+        if not self._is_probed:
+            probe(self.store)
+        self._is_probed = True
 
     @property
     def rank(self) -> int:
         """This island's number, from 0, in the order of joining."""
-        return 0 if self._session is None else self._session.driver.member.number or 0
+        return 0 if self._session is None else self._session.number or 0
 
     @property
     def size(self) -> int:
@@ -136,15 +154,15 @@ class StoreWorld:
     @property
     def last_round(self) -> int:
         """How many rounds of the log are in the global model."""
-        return max(0, self._joined.driver.member.taken)
+        return max(0, self._joined.taken)
 
     @property
     def clock(self) -> int:
         """Where in the schedule this island is."""
-        return self._joined.driver.member.clock
+        return self._joined.clock
 
     @property
-    def _joined(self) -> _Session:
+    def _joined(self) -> Session | Follower:
         if self._session is None:
             raise RuntimeError("this island has not joined its run: isles.DiLoCo does that")
         return self._session
@@ -154,30 +172,37 @@ class StoreWorld:
         if self._session is not None:
             raise ValueError("this StoreWorld has joined its run already: make a new one for every DiLoCo")
         numbering = Numbering(joining.schedule, joining.empty)
+        if self._robust and joining.ranks:
+            raise ValueError("robust=True is for islands of one rank each: norms are taken of whole outer gradients")
         if self._robust:
             joining = replace(joining, settings=json.dumps({**json.loads(joining.settings), "robust": True}))
-        every = self._snapshot_every or PERIODS_BETWEEN_SNAPSHOTS * len(joining.numels)
-        largest = HEADER_BYTES + max(map(joining.codec.num_bytes, joining.numels))
-        settings = replace(self._settings, snapshot_every=every, max_payload_bytes=largest)
-        token = uuid.uuid4().hex
-        own, parts = self._own_run(joining, numbering, token)
-        make = lambda now: Member(own, parts, numbering, settings, token, now, observe=self._observe)
-        check = _Check(joining.codec, joining.numels, numbering)
-        driver = Driver(self.store, make, check)
-        self._session = _Session(driver, joining, numbering, self._patience, limited if self._robust else None)
-        weakref.finalize(self, self._session.driver.stop)
+        if joining.ranks:
+            from isles.elastic.lock_step import join_as_ranks
+
+            self._session = join_as_ranks(joining, numbering, self._make_session)
+        else:
+            self._session = self._make_session(joining, numbering, Layout.of_one(joining), pack_fragments, Session)
+            self._session.limit = limited if self._robust else None
         yield from self._session.join()
 
-    def _own_run(self, joining: Joining, numbering: Numbering, token: str) -> tuple[Run, dict[str, bytes]]:
-        """What run.json will say if this island makes the run, and the parts of the state that it starts from."""
+    def _make_session(
+        self, joining: Joining, numbering: Numbering, layout: Layout, pack: Pack, kind: Callable[..., S]
+    ) -> S:
+        """The session of an island, or of its first rank. `pack` is for the state that the run starts from."""
+        self._probe()
+        every = self._snapshot_every or PERIODS_BETWEEN_SNAPSHOTS * len(layout.numels)
+        settings = replace(self._settings, snapshot_every=every, max_payload_bytes=HEADER_BYTES + layout.most_bytes)
+        token = uuid.uuid4().hex
         parts: dict[str, bytes] = {}
-        if self.store.get(RUN) is None:
-            for index, tensors in enumerate(joining.state()):
-                data = pack_state({"anchor": tensors["anchor"]})
-                parts[part_name(0, _label(index), digest(data))] = data
+        if self.store.get(RUN) is None:  # what this island starts from, should it make the run
+            packed = pack([{"anchor": tensors["anchor"]} for tensors in joining.state()])
+            parts = {part_name(0, name, digest(data)): data for name, data in packed.items()}
         start = Manifest(0, "", tuple(Part(name, len(data), digest(data)) for name, data in parts.items()))
-        gone_after = numbering.most_in_flight + ROUNDS_UNTIL_GONE
-        return Run(token, joining.settings, joining.model, gone_after, start), parts
+        own = Run(token, joining.settings, joining.model, numbering.most_in_flight + ROUNDS_UNTIL_GONE, start)
+        make = lambda now: Member(own, parts, numbering, settings, token, now, observe=self._observe)
+        driver = Driver(self.store, make, _Check(layout, numbering))
+        weakref.finalize(self, driver.stop)
+        return kind(driver, joining, numbering, self._patience, layout)
 
     def start(self, payload: Payload) -> Handle:
         """Starts a round with this payload."""
@@ -193,17 +218,15 @@ class StoreWorld:
 
     def wants(self, fragment: int, round: int) -> bool:
         """Whether a payload of this round may still count."""
-        session = self._joined
-        return session.driver.call(lambda now: session.driver.member.wants(session.numbering.number(fragment, round)))
+        return self._joined.wants(self.order(fragment, round))
 
     def watch(self, fragment: int, round: int) -> Handle:
         """A round to which this island has sent nothing; there is none before the first."""
-        session = self._joined
-        return _Handle(session, session.numbering.number(fragment, round) if round > 0 else 0)
+        return RoundHandle(self._joined, self.order(fragment, round) if round > 0 else 0)
 
     def applied(self, fragment: int, round: int) -> bool:
         """A round has been applied; writes a snapshot, if that is this island's turn."""
-        return self._joined.applied(self._joined.numbering.number(fragment, round))
+        return self._joined.applied(self.order(fragment, round))
 
     def order(self, fragment: int, round: int) -> int:
         """The place of a round in the log."""
@@ -211,19 +234,11 @@ class StoreWorld:
 
     def last_rounds(self, fragments: Sequence[int]) -> list[tuple[int, int]]:
         """The rounds after the last one that was sent or sealed, until each of these fragments has had one."""
-        session, wanted = self._joined, set(fragments)
-        number, places = max(session.last_sent, session.driver.member.log.tail), []
-        while wanted:
-            number += 1
-            place = session.numbering.place(number)
-            places.append((place.fragment, place.round))
-            wanted.discard(place.fragment)
-        return places
+        return self._joined.last_rounds(fragments)
 
     def finish(self) -> None:
         """The last rounds have been sent, before their time."""
-        session = self._joined
-        session.driver.call(session.driver.member.finish, session.last_sent)
+        self._joined.finish()
 
     def close(self, reason: str = "") -> None:
         """Leaves the run, and ends the threads."""
@@ -235,21 +250,16 @@ class StoreWorld:
         return self._joined.traffic()
 
 
-class _Session:
+class Session:
     """An island's life in a run, from joining to leaving. It does not refer to its StoreWorld, so that one that nobody
     holds any more ends its threads.
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        joining: Joining,
-        numbering: Numbering,
-        patience: float | None,
-        limit: Callable[[Sequence[Tensor], Codec, int], list[float]] | None,
+        self, driver: Driver, joining: Joining, numbering: Numbering, patience: float | None, layout: Layout
     ) -> None:
-        self._limit = limit
-        self.driver, self.numbering, self.last_sent = driver, numbering, 0
+        self.driver, self.numbering, self.layout, self.last_sent = driver, numbering, layout, 0
+        self.limit: Callable[[Sequence[Tensor], Codec, int], list[float]] | None = None
         self.members: tuple[int, ...] = ()
         self._joining, self._patience = joining, patience
         self._sent: dict[int, Payload] = {}
@@ -263,6 +273,18 @@ class _Session:
         self._last_step = math.nan
         self._left = False
         driver.average_with(self._average)
+
+    @property
+    def number(self) -> int | None:
+        return self.driver.member.number
+
+    @property
+    def taken(self) -> int:
+        return self.driver.member.taken
+
+    @property
+    def clock(self) -> int:
+        return self.driver.member.clock
 
     # ---- joining and leaving
 
@@ -306,12 +328,17 @@ class _Session:
         self._last_step = now
         return self.driver.call(self.driver.member.reach, clock)
 
+    def wants(self, number: int) -> bool:
+        return self.driver.call(lambda now: self.driver.member.wants(number))
+
     def start(self, payload: Payload) -> Handle:
         number = self.numbering.number(payload.fragment, payload.round)
         self._sent[number] = payload
         self.last_sent = max(self.last_sent, number)
         self._preparing = self.driver.codec.do(self._prepare, number, payload)
-        return _Handle(self, number, HEADER_BYTES + (payload.num_bytes if payload.weight else 0))
+        return RoundHandle(
+            self, number, HEADER_BYTES + (self.layout.num_bytes(payload.fragment) if payload.weight else 0)
+        )
 
     def applied(self, number: int) -> bool:
         decision = self._decided.pop(number, None)
@@ -323,6 +350,18 @@ class _Session:
         if decision is not None and decision.save:
             self.driver.codec.do(self._save, decision, self._joining.state())
         return decision is not None and decision.sealed
+
+    def last_rounds(self, fragments: Sequence[int]) -> list[tuple[int, int]]:
+        number, wanted, places = max(self.last_sent, self.driver.member.log.tail), set(fragments), []
+        while wanted:
+            number += 1
+            place = self.numbering.place(number)
+            places.append((place.fragment, place.round))
+            wanted.discard(place.fragment)
+        return places
+
+    def finish(self) -> None:
+        self.driver.call(self.driver.member.finish, self.last_sent)
 
     def traffic(self) -> tuple[int, int]:
         driver = self.driver
@@ -337,7 +376,7 @@ class _Session:
         """The mean of a round, with what the others did meanwhile."""
         driver, member = self.driver, self.driver.member
         if number <= member.taken:
-            return Mean(_NOTHING, {}, included=False, superseded=True)
+            return Mean(NOTHING, {}, included=False, superseded=True)
         driver.call(member.wait, number)
         missed: list[Missed] = []
         while True:
@@ -346,7 +385,7 @@ class _Session:
                     return replace(self._mean(decision), missed=tuple(missed))
                 missed.append(self._missed(decision))
             if member.taken >= number:
-                return Mean(_NOTHING, {}, included=False, missed=tuple(missed), superseded=True)
+                return Mean(NOTHING, {}, included=False, missed=tuple(missed), superseded=True)
 
     def _missed(self, decision: Decision) -> Missed:
         if isinstance(decision, Apply):
@@ -362,15 +401,16 @@ class _Session:
 
     def _snapshot(self, decision: Load) -> Snapshot:
         number = decision.manifest.round
-        kept = self.driver.kept
-        fragments = [unpack_state(kept[part.name], part.name) for part in decision.manifest.parts]
-        sizes = [each["anchor"].numel() for each in fragments]
-        if sizes != self._joining.numels:
-            raise DamagedError(f"snapshot {number} has fragments of {sizes} values, not {self._joining.numels}")
+        fragments = self._unpack(decision.manifest)
+        check_sizes(number, fragments, self._joining.numels)
         places = {k: self.numbering.place(k)[:2] for k in self._sent if k <= number}
         counted = tuple(places[k] for k in decision.counted if k in places)
         self.applied(number)
         return Snapshot(fragments, counted, tuple(place for place in places.values() if place not in counted))
+
+    def _unpack(self, manifest: Manifest) -> list[dict[str, Tensor]]:
+        """The state of every fragment from the parts of a snapshot."""
+        return [unpack_state(self.driver.kept[part.name], part.name) for part in manifest.parts]
 
     # ---- beside the loop, in the codec's thread
 
@@ -390,14 +430,16 @@ class _Session:
 
     def _average(self, number: int, contributions: tuple[Contribution, ...]) -> Mean:
         """The mean of a round; takes the outer step ahead of time where this island is in it."""
-        codec, numel = self._joining.codec, self._joining.numels[self.numbering.place(number).fragment]
+        fragment = self.numbering.place(number).fragment
         weights = shares(contributions)
         objects = [self._object(number, each) for each in contributions]
         bodies = [tensor_of(data[HEADER_BYTES:]) for data in objects]
+        numel, codec = self._joining.numels[fragment], self._joining.codec
+        bodies = self._share_out(number, bodies, weights, contributions)
         factors = None
-        if self._limit is not None:
+        if self.limit is not None:
             heavy = [body for body, weight in zip(bodies, weights, strict=True) if weight > 0]
-            found = iter(self._limit(heavy, codec, numel))
+            found = iter(self.limit(heavy, codec, numel))
             factors = [next(found) if weight > 0 else 0.0 for weight in weights]
         values = reduction.weighted_mean(bodies, weights, codec, numel, factors)
         present = {each.island: weight for each, weight in zip(contributions, weights, strict=True) if weight > 0}
@@ -407,26 +449,33 @@ class _Session:
         self.arrived[number] = time.perf_counter()
         return mean
 
+    def _share_out(
+        self, number: int, bodies: list[Tensor], weights: list[float], contributions: tuple[Contribution, ...]
+    ) -> list[Tensor]:
+        """What this rank averages: everything, in an island of one rank."""
+        return bodies
+
     def _object(self, number: int, contribution: Contribution) -> bytes:
         data = self.driver.kept.get(payload_name(number, contribution.island))
         return self._own[number] if data is None else data
 
     def _save(self, decision: Apply, state: list[dict[str, Tensor]]) -> None:
         try:
-            parts = {}
-            for index, tensors in enumerate(state):
-                data = pack_state(tensors)
-                parts[_label(index)] = Blob(len(data), digest(data)), data
+            parts = {name: (Blob(len(data), digest(data)), data) for name, data in self._pack(state).items()}
             self.driver.call(self.driver.member.save, decision, parts)
         except Exception as error:
             self.driver.fail(error)
 
+    def _pack(self, state: list[dict[str, Tensor]]) -> dict[str, bytes]:
+        """The parts of a snapshot."""
+        return pack_fragments(state)
+
 
 @dataclass(frozen=True)
-class _Handle:
+class RoundHandle:
     """A round, sent or not."""
 
-    session: _Session
+    session: Session | Follower
     number: int
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -443,21 +492,20 @@ class _Handle:
 class _Check:
     """Whether a payload can be of this run: another one must not be averaged, whoever wrote it."""
 
-    codec: Codec
-    numels: list[int]
+    layout: Layout
     numbering: Numbering
 
     def __call__(self, number: int, header: Header) -> None:
         place = self.numbering.place(number)
-        numel = self.numels[place.fragment]
-        num_bytes = self.codec.num_bytes(numel) if header.weight else 0
+        codec, numel = self.layout.codec, self.layout.numel(place.fragment)
+        num_bytes = self.layout.num_bytes(place.fragment) if header.weight else 0
         found = (header.form in (FORM, CLOSING_FORM), header.codec, header.fragment, header.round, header.numel)
-        if found != (True, self.codec.name, place.fragment, place.round, numel) or header.num_bytes != num_bytes:
-            wanted = f"fragment {place.fragment}, round {place.round}, {numel} values of {self.codec.name}"
+        if found != (True, codec.name, place.fragment, place.round, numel) or header.num_bytes != num_bytes:
+            wanted = f"fragment {place.fragment}, round {place.round}, {numel} values of {codec.name}"
             raise DamagedError(f"it {header.about()}, and must be {wanted}")
 
 
-_NOTHING = Tensor()
+NOTHING = Tensor()
 
 
 def shares(contributions: Sequence[Contribution]) -> list[float]:
@@ -471,6 +519,18 @@ def shares(contributions: Sequence[Contribution]) -> list[float]:
     return [each.weight * (each.steps / most) for each in contributions]
 
 
+def pack_fragments(state: list[dict[str, Tensor]], rank: int = 0) -> dict[str, bytes]:
+    """The parts of a snapshot that a rank has, by label."""
+    return {label(index, rank): pack_state(tensors) for index, tensors in enumerate(state)}
+
+
+def check_sizes(number: int, fragments: list[dict[str, Tensor]], numels: list[int]) -> None:
+    """Raises unless a snapshot fits."""
+    sizes = [each["anchor"].numel() for each in fragments]
+    if sizes != numels:
+        raise DamagedError(f"snapshot {number} has fragments of {sizes} values, not {numels}")
+
+
 def pack_state(tensors: dict[str, Tensor]) -> bytes:
     """A part of a snapshot: safetensors, the same bytes whoever writes them."""
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in sorted(tensors.items())})
@@ -482,10 +542,6 @@ def unpack_state(data: bytes, name: str) -> dict[str, Tensor]:
         return safetensors.torch.load(data)
     except Exception as error:
         raise DamagedError(f"{name} is not a part of a snapshot: {error}") from None
-
-
-def _label(index: int) -> str:
-    return f"fragment-{index:04d}"
 
 
 def _is_number(value: Any, least: float) -> bool:

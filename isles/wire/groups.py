@@ -9,6 +9,7 @@ registered with torch.distributed, so dropping the last reference gives sockets 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +43,14 @@ def private_group(store: Store, ranks: Sequence[int], timeout_seconds: float) ->
 def gloo_group(store: Store, place: int, size: int, timeout_seconds: float) -> Any:
     """A gloo group of whoever calls this at the same time with the same store, each at its own place."""
     return ProcessGroupGloo(store, place, size, datetime.timedelta(seconds=timeout_seconds))
+
+
+def break_connections(group: Any, others: Sequence[int], tag: int) -> None:
+    """Ends all waiting in a group, here and on the other ranks. No message has this tag."""
+    for other in others:
+        with contextlib.suppress(RuntimeError):  # a receive that times out makes gloo close all connections
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], other, tag).wait(datetime.timedelta(milliseconds=1))
 
 
 def ranks_of(group_or_mesh: Any) -> list[int]:

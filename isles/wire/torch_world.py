@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from isles.wire.exchange import Kind
-from isles.wire.groups import gloo_group, private_store, ranks_of
+from isles.wire.groups import break_connections, gloo_group, private_store, ranks_of
 from isles.wire.message import check_byte_order
 from isles.wire.reduction import Reduction, check_reduction
 from isles.wire.rendezvous import linger, meet
@@ -254,12 +254,10 @@ class GlooTransport:
         self._left = True
         if reason:
             self._ask_store(lambda: self._store.set(f"left/{self.rank}", reason))
-        for other, nothing in self._slices([torch.empty(1, dtype=torch.uint8)] * self.size, 1):
-            with contextlib.suppress(RuntimeError):  # a receive that times out makes gloo close all connections
-                self._group.recv([nothing], other, Kind.PROBE).wait(datetime.timedelta(milliseconds=1))
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        break_connections(self._group, others, Kind.PROBE)
         if reason and self._hosts_store:  # or it would be gone before anybody has read the reason
-            others, store = (other for other in range(self.size) if other != self.rank), self._store
-            heard = [f"heard/{other}" for other in others]
+            store, heard = self._store, [f"heard/{other}" for other in others]
             linger(lambda: all(store.check([key]) for key in heard))
         stop_all([self._sender])
 

@@ -167,11 +167,13 @@ class Joining:
     schedule: Any
     codec: Codec
     numels: list[int]
-    """Of the fragments."""
+    """Of the fragments, on this rank."""
     empty: list[int]
-    """Fragments with nothing in them."""
+    """Fragments with nothing in them, on any rank."""
     state: Callable[[], list[dict[str, Tensor]]]
-    """The outer state of this island, now."""
+    """The outer state of this rank, now."""
+    ranks: Sequence[int] = ()
+    """Of the default process group: those of the island, if it has several. All of them join at the same time."""
 
 
 class ElasticWorld(World, Protocol):

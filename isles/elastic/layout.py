@@ -1,0 +1,61 @@
+"""How an island's payload is laid out: what each of its ranks holds of each fragment.
+
+An island of several ranks sends one payload, and is in a round with all its ranks or not at all. The body of a payload
+is the bodies of its ranks, one after the other, each encoded by itself: a rank finds its own part at a place that
+follows from the sizes alone. The parts of a snapshot are those of the first rank, fragment by fragment, then those of
+the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isles.wire.codec import Codec
+from isles.wire.world import Joining
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the bodies of an island's ranks.
+
+    >>> from isles.wire.codecs import codecs
+    >>> layout = Layout(codecs["bf16"], [[3, 2], [4, 4]])
+    >>> layout.numel(0), layout.num_bytes(0), layout.place(0, 1), layout.most_bytes
+    (5, 10, slice(6, 10, None), 16)
+    """
+
+    codec: Codec
+    numels: list[list[int]]
+    """By fragment: of every rank."""
+
+    @classmethod
+    def of_one(cls, joining: Joining) -> Layout:
+        """Of an island of one rank."""
+        return cls(joining.codec, [[numel] for numel in joining.numels])
+
+    def numel(self, fragment: int) -> int:
+        """Values in a payload."""
+        return sum(self.numels[fragment])
+
+    def num_bytes(self, fragment: int) -> int:
+        """Bytes of its body."""
+        return sum(map(self.codec.num_bytes, self.numels[fragment]))
+
+    def place(self, fragment: int, rank: int) -> slice:
+        """Where in a body the part of a rank is."""
+        sizes = list(map(self.codec.num_bytes, self.numels[fragment]))
+        return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the largest body."""
+        return max(map(self.num_bytes, range(len(self.numels))))
+
+
+def label(fragment: int, rank: int = 0) -> str:
+    """The name of a part of a snapshot.
+
+    >>> label(2), label(2, rank=1)
+    ('fragment-0002', 'fragment-0002-rank-0001')
+    """
+    return f"fragment-{fragment:04d}" + (f"-rank-{rank:04d}" if rank else "")
