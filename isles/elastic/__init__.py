@@ -12,6 +12,9 @@
     driver       threads around the protocol
     robust       bounds on what one bad island can do
     world        `isles.StoreWorld`, for the engine
+    layout       where the parts of several ranks are in an island's payload
+    ranks        what the ranks of one island say to each other
+    lock_step    islands of several ranks: the first one is the member, the others follow
 
     toy          a model with exact arithmetic
     faults       what can go wrong, drawn from one seed

@@ -11,7 +11,7 @@ from typing import Any
 
 from isles import flags
 from isles.core.method import Method
-from isles.train import setup, store_run
+from isles.train import setup
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
 from isles.train.launch import LOST_PEER, STOPPED, launch, launch_elastic, watching
@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Trains, prints a table, returns the summary; under torchrun only rank 0 does so."""
     chosen, knobs = flags.given(args, TrainConfig), flags.given(args, Method)
     if chosen.get("store"):
+        from isles.train import store_run  # which loads torch, and the parent of other runs does without
+
         wanted = store_run.resolve(chosen, knobs)
         setup.save(wanted)
         return _show(launch_elastic(wanted.config))
