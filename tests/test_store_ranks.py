@@ -22,11 +22,15 @@ from isles.elastic.objects import Seal, seal_name
 from isles.elastic.store import open_store
 from tests import processes
 from tests.stores import threads
-from tests.test_sharded import METHODS, STEPS, Model
+from tests.test_sharded import METHODS as SHARDED
+from tests.test_sharded import STEPS, Model
 
 LONG = 600.0
 """A time-out that nobody lives to see."""
 STYLES = ["fsdp", "ddp", "tensor-parallel"]
+SMALL = [["scale"], [name for name, _ in Model().named_parameters() if name != "scale"]]
+"""The first fragment is a single value: with FSDP2 the second rank has nothing of it."""
+METHODS = {**SHARDED, "small": isles.Method.streaming(sync_every=4, overlap=1, fragments=SMALL)}
 
 
 def inside(islands):
@@ -125,7 +129,7 @@ def apart(function, folder, *arguments, islands=2, ranks=2):
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("method", ["diloco", "streaming", "e3m0"])
+@pytest.mark.parametrize("method", ["diloco", "streaming", "e3m0", "small"])
 def test_a_store_gives_what_torch_distributed_gives_bit_for_bit(style, method, tmp_path):
     together = processes.values(train, 4, tmp_path, str(tmp_path), style, method, None, 2)
     for file in tmp_path.glob("joined-*"):
@@ -329,6 +333,31 @@ def test_what_is_not_finite_on_one_rank_keeps_its_island_out_of_the_round(tmp_pa
     assert all(math.isfinite(value) for part in (one, second) for values in part[0].values() for value in values)
     assert (one[1], second[1]) == (0, 0)
     assert other[1] == last[1] > 0
+
+
+def explode(rank, folder, robust, island):
+    """One rank of an island has a huge weight, which is finite."""
+    mesh, _, _ = inside(1)
+    model = spread("fsdp", mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    turns = Turns(folder)
+    turns.wait(island)
+    world = isles.StoreWorld(f"{folder}/store", quorum=2, patience=math.inf, timeout=LONG, robust=robust)
+    with isles.DiLoCo(model, optimizer, METHODS["diloco"], world=world):
+        turns.done(island)
+        with torch.no_grad():
+            local(model.embed.weight).view(-1)[0] += 1e6 if (island, rank) == (1, 1) else 1.0
+        for number in range(5):
+            step(model, optimizer, "fsdp", island, number)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("robust", [False, True])
+def test_a_huge_value_on_one_rank_is_limited_by_the_norm_of_its_whole_island(robust, tmp_path):
+    (one, second), (other, last) = apart(explode, tmp_path, robust)
+    assert (one, second) == (other, last)
+    largest = max(abs(value) for part in (one, second) for values in part.values() for value in values)
+    assert (largest < 10) == robust
 
 
 def save_and_go_on(rank, folder, island):

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from isles.wire.codec import Codec
 from isles.wire.world import Joining
 
@@ -45,6 +48,12 @@ class Layout:
         """Where in a body the part of a rank is."""
         sizes = list(map(self.codec.num_bytes, self.numels[fragment]))
         return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+    def decode(self, fragment: int, body: Tensor) -> Tensor:
+        """The values of all ranks."""
+        parts = [(body[self.place(fragment, rank)], numel) for rank, numel in enumerate(self.numels[fragment])]
+        values = [self.codec.decode(part, numel) for part, numel in parts]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     @property
     def most_bytes(self) -> int:

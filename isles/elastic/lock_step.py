@@ -7,7 +7,7 @@ decided, or the error. So an island is in a round with all its ranks or not at a
 
     up      what a rank sends, encoded, and its part of a snapshot. The root makes one payload of them (`layout`).
     down    of every payload in a sealed round, the part of this rank. Each rank averages its own.
-    told    one broadcast of two numbers per call; one more with a small JSON text where there is something to tell.
+    told    what came of a call: a small message, in the training loop (`ranks`).
 
 Up and down go on beside the training loop, as everything else does: in each rank one thread does all this, in order.
 Nobody waits for a message that has not been announced, or that is not the answer to a call that all ranks make.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -99,6 +100,13 @@ def gather_parts(ranks: Ranks, state: list[dict[str, Tensor]]) -> dict[str, byte
     return parts
 
 
+def finish(sending: Future[None] | None) -> None:
+    """Gives what is being sent the time to get there, before the connections are closed."""
+    with suppress(Exception):
+        if sending is not None:
+            sending.result(LEAVE_SECONDS)
+
+
 class Root(Session):
     """The first rank: an island of the run, that tells the other ranks."""
 
@@ -110,6 +118,8 @@ class Root(Session):
         self._parts: list[list[bytes]] = []
         """Of snapshots among them: the parts of all other ranks."""
         self._told: Any = None
+        self._sending: Future[None] | None = None
+        """The last message to another rank."""
         super().__init__(*arguments)
 
     def _tell(self, action: Callable[..., R], *arguments: Any, **more: Callable[[R], Any]) -> R:
@@ -141,7 +151,7 @@ class Root(Session):
     def _send(self, messages: Sequence[Tensor]) -> None:
         """A message to every other rank, beside the loop."""
         for rank, message in zip(self._ranks.others, messages, strict=True):
-            self._ranks.thread.do(self._ranks.send, message, rank)
+            self._sending = self._ranks.thread.do(self._ranks.send, message, rank)
 
     # ---- the calls that all ranks make
 
@@ -171,6 +181,7 @@ class Root(Session):
 
     def leave(self) -> None:
         super().leave()
+        finish(self._sending)  # the others may be behind
         self._ranks.close()
 
     # ---- decisions
@@ -208,7 +219,12 @@ class Root(Session):
         return whole
 
     def _share_out(
-        self, number: int, bodies: list[Tensor], weights: list[float], contributions: tuple[Contribution, ...]
+        self,
+        number: int,
+        bodies: list[Tensor],
+        weights: list[float],
+        factors: list[float] | None,
+        contributions: tuple[Contribution, ...],
     ) -> list[Tensor]:
         """The root's part of every body; the other ranks get theirs, of those that count."""
         fragment = self.numbering.place(number).fragment
@@ -216,6 +232,7 @@ class Root(Session):
         present = [index for index, weight in enumerate(weights) if weight > 0]
         islands = [contributions[index].island for index in present]
         average = {"number": number, "islands": islands, "weights": [weights[index] for index in present]}
+        average["factors"] = None if factors is None else [factors[index] for index in present]
         cut = lambda place: [bodies[index][place] for index in present]
         parts = [torch.cat([NO_BYTES, *cut(places[rank])]) for rank in self._ranks.others]
         self._averages.append(({**average, "fragment": fragment, "own": self.number in islands}, parts))
@@ -235,13 +252,12 @@ class Follower:
         self.numbering = numbering
         self.number: int | None = None
         self.members: tuple[int, ...] = ()
-        self.arrived: dict[int, float] = {}
-        """Empty: the root tells when results arrived."""
         self.taken = self.clock = 0
         self._ranks, self._joining = ranks, joining
         self._sent: dict[int, Payload] = {}
         self._averages: dict[int, Future[Mean]] = {}
         self._decided: dict[int, News] = {}
+        self.arrived: dict[int, float] = {}
         self._sending: Future[None] | None = None
         self._saving: Future[None] | None = None
         self._left = False
@@ -311,10 +327,8 @@ class Follower:
         if self._left:
             return
         self._left = True
-        for job in (self._sending, self._saving):
-            with suppress(Exception):
-                if job is not None:
-                    job.result(LEAVE_SECONDS)
+        finish(self._sending)
+        finish(self._saving)
         self._ranks.close()
 
     def _finish_sending(self) -> None:
@@ -342,8 +356,8 @@ class Follower:
         return replace(mean, included=decision["included"], closing=decision["closing"])
 
     def _forget(self, number: int) -> None:
-        for known in (self._decided, self._sent, self._averages):
-            for old in [each for each in known if each <= number]:
+        for known in (self._decided, self._sent, self._averages, self.arrived):
+            for old in [each for each in known.copy() if each <= number]:
                 del known[old]
 
     # ---- beside the loop
@@ -353,13 +367,15 @@ class Follower:
         number, weights, islands = average["number"], average["weights"], average["islands"]
         data, numel = self._ranks.receive(ROOT), self._joining.numels[average["fragment"]]
         if islands:
-            bodies = list(data.view(len(islands), -1))
-            values = reduction.weighted_mean(bodies, weights, self._joining.codec, numel)
+            codec = self._joining.codec
+            bodies = list(data.view(len(islands), codec.num_bytes(numel)))
+            values = reduction.weighted_mean(bodies, weights, codec, numel, average["factors"])
         else:
             values = torch.zeros(numel)
         mean, sent = Mean(values, dict(zip(islands, weights, strict=True))), self._sent.get(number)
         if average["own"] and sent is not None and sent.then is not None:
             sent.then(mean)
+        self.arrived[number] = time.perf_counter()
         return mean
 
     def _receive_state(self) -> list[dict[str, Tensor]]:

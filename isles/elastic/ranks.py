@@ -1,13 +1,17 @@
 """What the ranks of one island say to each other while the first of them, the *root*, is at the store.
 
-In the training loop the root tells all others what came of a call: two numbers, and a small JSON text where there is
-more to tell. An error is told as well, and raised on all of them. Beside the loop messages go from the root to a rank,
-and back, each in the order in which they were sent. All of it goes over a gloo group of isles' own.
+In the training loop the root tells all others what came of a call: a number, and a small JSON text where there is more
+to tell. An error is told as well, and raised on all of them. Receives for the next few of these messages are always
+posted, so the root does not wait for the others, and they wait only where they are ahead of it. (A broadcast would wait
+for the slower one at every step.) Beside the loop longer messages go from the root to a rank, and back, each in the
+order in which they were sent. All of it goes over a gloo group of isles' own.
 """
 
 from __future__ import annotations
 
 import json
+import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,13 +27,20 @@ from isles.wire.world import LostPeerError, MismatchError
 
 TIMEOUT_SECONDS = 86400.0
 """The root may wait for other islands for as long as it has patience. A rank that dies is noticed at once."""
-ROOT, LENGTH, DATA, PROBE = 0, 1, 2, 3
-"""The rank of the root; and the tags of messages. No message has the last one."""
+ROOT = 0
+TOLD, TEXT, LENGTH, DATA, PROBE = range(1, 6)
+"""Tags of messages. No message has the last one."""
+HEAD = struct.Struct("<qq")
+"""A number, and the length of the text after it."""
+MESSAGE_BYTES = 2048
+"""Of what the root tells. A text for which there is no room follows by itself."""
+POSTED = 8
 News = dict[str, Any]
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (DamagedError, MismatchError, LostPeerError, ValueError)
 }
 """That reach all ranks as what they are; all others do as RuntimeError."""
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Ranks:
@@ -40,29 +51,39 @@ class Ranks:
         self.rank, self.size = self._group.rank(), self._group.size()
         self.others = [other for other in range(self.size) if other != self.rank]
         self.thread = Worker("isles-ranks")
+        self._posted: deque[tuple[Any, Tensor]] = deque()
+        for _ in range(POSTED if self.rank != ROOT else 0):
+            self._post()
 
     # ---- in the training loop
 
     def tell(self, value: int, news: News) -> None:
         """The root says what came of a call."""
         text = json.dumps(news).encode() if news else b""
-        self._broadcast(torch.tensor([value, len(text)]))
-        if text:
-            self._broadcast(tensor_of(text))
+        head = HEAD.pack(value, len(text)) + text
+        short = len(head) <= MESSAGE_BYTES
+        message = tensor_of(head[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"))
+        for rank in self.others:
+            self._send(message, rank, TOLD)
+        for rank in [] if short else self.others:
+            self._send(tensor_of(text), rank, TEXT)
 
     def hear(self) -> tuple[int, News]:
         """What the root says, on all other ranks. Raises its errors."""
-        head = torch.zeros(2, dtype=torch.int64)
-        self._broadcast(head)
-        value, length = head.tolist()
+        work, message = self._posted.popleft() if self._posted else (None, NOTHING)
+        self._do(lambda group: work)
+        self._post()
+        value, length = HEAD.unpack_from(bytes_of(message))
         if not length:
             return value, {}
-        text = torch.empty(length, dtype=torch.uint8)
-        self._broadcast(text)
+        text = message[HEAD.size : HEAD.size + length]
+        if text.numel() < length:
+            text = torch.empty(length, dtype=torch.uint8)
+            self._do(lambda group: group.recv([text], ROOT, TEXT))
         news: News = json.loads(bytes_of(text))
         if "error" in news:
-            kind, message = news["error"]
-            raise ERRORS.get(kind, RuntimeError)(message)
+            kind, said = news["error"]
+            raise ERRORS.get(kind, RuntimeError)(said)
         return value, news
 
     def tell_error(self, error: BaseException) -> None:
@@ -72,17 +93,18 @@ class Ranks:
         with suppress(LostPeerError):
             self.tell(0, {"error": [kind, said]})
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        self._do(lambda group: group.broadcast([tensor]))
+    def _post(self) -> None:
+        message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        with suppress(RuntimeError):  # the root is gone: what it has said before is still to be heard
+            self._posted.append((self._group.recv([message], ROOT, TOLD), message))
 
     # ---- beside it
 
     def send(self, data: Tensor, rank: int) -> None:
         """To another rank: the length, then the bytes."""
-        length = torch.tensor([data.numel()])
-        self._do(lambda group: group.send([length], rank, LENGTH))
+        self._send(torch.tensor([data.numel()]), rank, LENGTH)
         if data.numel():
-            self._do(lambda group: group.send([data], rank, DATA))
+            self._send(data, rank, DATA)
 
     def receive(self, rank: int) -> Tensor:
         """What another rank sends next."""
@@ -93,9 +115,13 @@ class Ranks:
             self._do(lambda group: group.recv([data], rank, DATA))
         return data
 
+    def _send(self, message: Tensor, rank: int, tag: int) -> None:
+        self._do(lambda group: group.send([message], rank, tag))
+
     def _do(self, begin: Callable[[Any], Any]) -> None:
         try:
-            if self._group is None or begin(self._group).wait() is False:
+            work = None if self._group is None else begin(self._group)
+            if work is None or work.wait() is False:
                 raise RuntimeError("closed")
         except RuntimeError as error:
             raise LostPeerError(
@@ -108,3 +134,4 @@ class Ranks:
         if group is not None:
             break_connections(group, self.others, PROBE)
             stop_all([self.thread])
+            self._posted.clear()

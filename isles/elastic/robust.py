@@ -14,21 +14,19 @@ order, and that on the processor. So squares are added up as integers: exact, in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-
-from isles.wire.codec import Codec
 
 BITS = 40
 """Of a square that is at most 1. A sum of 2^22 of them fits into 63."""
 CHUNK = 1 << 22
 
 
-def limited(bodies: Sequence[Tensor], codec: Codec, numel: int) -> list[float]:
-    """The factor of every payload."""
-    return factors([norm(codec.decode(body, numel)) for body in bodies])
+def limited(outer_gradients: Iterable[Tensor]) -> list[float]:
+    """The factor of every payload, from what it says: the whole island's, however many ranks it has."""
+    return factors([norm(each) for each in outer_gradients])
 
 
 def factors(norms: Sequence[float]) -> list[float]:

@@ -23,7 +23,7 @@ import math
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +53,6 @@ from isles.elastic.protocol import NOBODY, Member
 from isles.elastic.robust import limited
 from isles.elastic.store import open_store, probe
 from isles.wire import reduction
-from isles.wire.codec import Codec
 from isles.wire.message import HEADER_BYTES, Header, bytes_of, check_byte_order, checksum, tensor_of
 from isles.wire.world import Handle, Joining, LostPeerError, Mean, Missed, MissedRound, Payload, Snapshot
 
@@ -72,6 +71,8 @@ LEAVE_SECONDS = 10.0
 S = TypeVar("S", bound="Session")
 Pack = Callable[[list[dict[str, Tensor]]], dict[str, bytes]]
 """From the state of all fragments to the parts of a snapshot, by label."""
+Limit = Callable[[Iterable[Tensor]], list[float]]
+"""The factors of outer gradients."""
 
 
 class StoreWorld:
@@ -115,8 +116,8 @@ class StoreWorld:
         self.store = open_store(url, key, timeout, **options)
         if observe and self.store.get(RUN) is None:
             raise ValueError(f"there is no run in {self.store.url}")
-        self._observe = self._is_probed = observe
         self._robust = bool(robust)
+        self._observe = self._is_probed = observe
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             self._probe()  # else this may be one rank of many in an island: when they join, the first one does it
         self.url, self._patience, self._snapshot_every = self.store.url, patience, snapshot_every
@@ -172,8 +173,6 @@ class StoreWorld:
         if self._session is not None:
             raise ValueError("this StoreWorld has joined its run already: make a new one for every DiLoCo")
         numbering = Numbering(joining.schedule, joining.empty)
-        if self._robust and joining.ranks:
-            raise ValueError("robust=True is for islands of one rank each: norms are taken of whole outer gradients")
         if self._robust:
             joining = replace(joining, settings=json.dumps({**json.loads(joining.settings), "robust": True}))
         if joining.ranks:
@@ -182,7 +181,6 @@ class StoreWorld:
             self._session = join_as_ranks(joining, numbering, self._make_session)
         else:
             self._session = self._make_session(joining, numbering, Layout.of_one(joining), pack_fragments, Session)
-            self._session.limit = limited if self._robust else None
         yield from self._session.join()
 
     def _make_session(
@@ -202,7 +200,8 @@ class StoreWorld:
         make = lambda now: Member(own, parts, numbering, settings, token, now, observe=self._observe)
         driver = Driver(self.store, make, _Check(layout, numbering))
         weakref.finalize(self, driver.stop)
-        return kind(driver, joining, numbering, self._patience, layout)
+        limit = limited if self._robust else None
+        return kind(driver, joining, numbering, self._patience, limit, layout)
 
     def start(self, payload: Payload) -> Handle:
         """Starts a round with this payload."""
@@ -256,10 +255,16 @@ class Session:
     """
 
     def __init__(
-        self, driver: Driver, joining: Joining, numbering: Numbering, patience: float | None, layout: Layout
+        self,
+        driver: Driver,
+        joining: Joining,
+        numbering: Numbering,
+        patience: float | None,
+        limit: Limit | None,
+        layout: Layout,
     ) -> None:
+        self._limit = limit
         self.driver, self.numbering, self.layout, self.last_sent = driver, numbering, layout, 0
-        self.limit: Callable[[Sequence[Tensor], Codec, int], list[float]] | None = None
         self.members: tuple[int, ...] = ()
         self._joining, self._patience = joining, patience
         self._sent: dict[int, Payload] = {}
@@ -434,14 +439,14 @@ class Session:
         weights = shares(contributions)
         objects = [self._object(number, each) for each in contributions]
         bodies = [tensor_of(data[HEADER_BYTES:]) for data in objects]
-        numel, codec = self._joining.numels[fragment], self._joining.codec
-        bodies = self._share_out(number, bodies, weights, contributions)
         factors = None
-        if self.limit is not None:
+        if self._limit is not None:
             heavy = [body for body, weight in zip(bodies, weights, strict=True) if weight > 0]
-            found = iter(self.limit(heavy, codec, numel))
+            found = iter(self._limit(self.layout.decode(fragment, body) for body in heavy))
             factors = [next(found) if weight > 0 else 0.0 for weight in weights]
-        values = reduction.weighted_mean(bodies, weights, codec, numel, factors)
+        bodies = self._share_out(number, bodies, weights, factors, contributions)
+        numel = self._joining.numels[fragment]
+        values = reduction.weighted_mean(bodies, weights, self._joining.codec, numel, factors)
         present = {each.island: weight for each, weight in zip(contributions, weights, strict=True) if weight > 0}
         mean, sent = Mean(values, present), self._sent.get(number)
         if sent is not None and sent.then is not None and self.driver.member.number in present:
@@ -450,7 +455,12 @@ class Session:
         return mean
 
     def _share_out(
-        self, number: int, bodies: list[Tensor], weights: list[float], contributions: tuple[Contribution, ...]
+        self,
+        number: int,
+        bodies: list[Tensor],
+        weights: list[float],
+        factors: list[float] | None,
+        contributions: tuple[Contribution, ...],
     ) -> list[Tensor]:
         """What this rank averages: everything, in an island of one rank."""
         return bodies
