@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import isles
-from isles.elastic.objects import Announcement, Seal, island_name, seal_name
+from isles.elastic.objects import Announcement, Contribution, Seal, island_name, seal_name
 from isles.elastic.store import open_store
 from tests.reference import Tower, same, toy_backward, weights_of
 from tests.stores import KINDS, in_order, new_store, threads
@@ -345,3 +345,13 @@ def test_fragments_with_nothing_in_them_are_passed_over(tmp_path):
         calls = [functools.partial(frozen, world, turn) for world, turn in zip(worlds, in_order(2), strict=True)]
         for one, other in zip(threads(*calls), isles.run_local(frozen, 2), strict=True):
             assert same(one, other)
+
+
+def test_a_mean_that_a_snapshot_has_overtaken_fails_nothing(tmp_path):
+    """An island that was away loads a snapshot while means of the rounds before it still wait to be computed."""
+    with new_store("memory", tmp_path) as (url, _):
+        world = isles.StoreWorld(url)
+        model = Tower(3)
+        with isles.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=1.0), METHODS["streaming"], world=world):
+            gone = (Contribution(7, 1.0, 6, 200, "0" * 64),)
+            assert world._session.driver.codec.do(world._session._average, 1, gone).result().superseded

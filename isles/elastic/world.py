@@ -401,6 +401,7 @@ class Session:
     def _mean(self, decision: Apply) -> Mean:
         self._decided[decision.number] = decision
         mean: Mean = self.driver.averaged(decision.number, decision.contributions)
+        assert not mean.superseded
         self.members = tuple(each.island for each in decision.contributions)
         return replace(mean, included=decision.included, closing=decision.closing)
 
@@ -437,7 +438,10 @@ class Session:
         """The mean of a round; takes the outer step ahead of time where this island is in it."""
         fragment = self.numbering.place(number).fragment
         weights = shares(contributions)
-        objects = [self._object(number, each) for each in contributions]
+        try:
+            objects = [self._object(number, each) for each in contributions]
+        except KeyError:  # a snapshot has taken the place of this round meanwhile: nobody will ask for its mean
+            return Mean(NOTHING, {}, included=False, superseded=True)
         bodies = [tensor_of(data[HEADER_BYTES:]) for data in objects]
         factors = None
         if self._limit is not None:
