@@ -256,9 +256,10 @@ class GlooTransport:
             self._ask_store(lambda: self._store.set(f"left/{self.rank}", reason))
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         break_connections(self._group, others, Kind.PROBE)
-        if reason and self._hosts_store:  # or it would be gone before anybody has read the reason
-            store, heard = self._store, [f"heard/{other}" for other in others]
-            linger(lambda: all(store.check([key]) for key in heard))
+        if self._hosts_store and (reason or self._store.check([f"heard/{self.rank}"])):
+            # Somebody has left, this island or another: the reason is to be read by all before the store is gone.
+            store = self._store
+            linger(lambda: all(store.check([f"heard/{o}"]) or store.check([f"left/{o}"]) for o in others))
         stop_all([self._sender])
 
     def release(self) -> None:
