@@ -14,11 +14,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-import isles
-from tests.reference import Tower, toy_backward, weights_of
-
 KINDS = ("memory", "folder", "s3")
 
 
@@ -77,19 +72,6 @@ def threads(*functions: Callable[[], Any], seconds: float = 200.0) -> list[Any]:
         raise errors[0]
     assert not any(thread.is_alive() for thread in started), "islands that hang"
     return results
-
-
-def trained(
-    world: Any, method: isles.Method, steps: int, layers: int = 3, **options: Any
-) -> tuple[dict[str, torch.Tensor], isles.DiLoCo]:
-    """An island that trains the toy problem, and its model at the end."""
-    model = Tower(layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with isles.DiLoCo(model, optimizer, method, world=world, **options) as diloco:
-        for step in range(1, steps + 1):
-            toy_backward(model, world.rank, step)
-            optimizer.step()
-    return weights_of(model), diloco
 
 
 def in_order(count: int) -> list[Callable[[Callable[[], Any]], Any]]:
