@@ -5,7 +5,7 @@ gradients are averaged, and one outer step is taken. 41k parameters on bytes of 
 rounds, outer momentum 0.9 with a warm-up over 20 rounds. Joiners have fresh moments, unless it is said.
 
     python experiments/elastic_mean.py [--seeds N] [GROUP ...]     # runs what is not there yet
-    python experiments/elastic_mean.py --show
+    python experiments/elastic_mean.py --show [--figure FILE]      # the losses; the group `bad` as curves
 
 Groups: `changing` (2, then 4, then 2 islands), `slow` (one of two islands takes a tenth of the steps), `bad` (one of
 four islands sends noise a thousand times too large). docs/log.md has the findings.
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from isles.reproduce.figures import COLOURS, quiet
 from isles.train.batches import Batches, validation_batches
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
@@ -132,11 +133,28 @@ def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
+def draw(path: str) -> None:
+    """What one bad island does: the loss over the rounds, every seed a line."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(7, 4), layout="constrained")
+    axes, group = drawn.subplots(), "bad: "
+    for name, colour in zip(GROUPS["bad"], COLOURS, strict=False):
+        for index, row in enumerate(row for row in rows() if row["name"] == group + name):
+            places = range(10, 10 * len(row["curve"]) + 1, 10)
+            axes.plot(places, row["curve"], color=colour, label=None if index else name, marker=".")
+    axes.set_yscale("log")
+    quiet(axes, "round", title="one of four islands sends noise, a thousand times too large")
+    axes.legend(fontsize=8, frameon=False)
+    drawn.savefig(path, dpi=120, metadata={"Software": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--figure", metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
     known = {(row["name"], row["seed"]) for row in rows()}
@@ -154,6 +172,8 @@ def main() -> None:
         for name, losses in found.items():
             spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
             print(f"{name:60} {statistics.fmean(losses):.4f}{spread} ({len(losses)})")
+    if args.figure:
+        draw(args.figure)
 
 
 if __name__ == "__main__":

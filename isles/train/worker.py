@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import isles
@@ -17,16 +18,10 @@ from isles.train.place import find_place, leave
 from isles.train.setup import load
 
 
-def main(folder: str) -> int:
-    """Trains; the last line printed is the reason if the exit code is not 0."""
+def exit_code(work: Callable[[], object]) -> int:
+    """Does the work; the last line printed is the reason if the exit code is not 0."""
     try:
-        setup = load(Path(folder))
-        method = setup.method()
-        if setup.config.store and method is not None:
-            ElasticTrainer(setup.config, method).run()
-            return 0
-        Trainer(setup.config, setup.method(), find_place(setup.config)).run()
-        leave()
+        work()
         return 0
     except Stopped as reason:
         print(reason, file=sys.stderr)
@@ -45,8 +40,19 @@ def main(folder: str) -> int:
         return FAILED
 
 
+def train(folder: str) -> None:
+    """Trains what the run's folder says."""
+    setup = load(Path(folder))
+    method = setup.method()
+    if setup.config.store and method is not None:
+        ElasticTrainer(setup.config, method).run()
+    else:
+        Trainer(setup.config, method, find_place(setup.config)).run()
+        leave()
+
+
 if __name__ == "__main__":
-    code = main(sys.argv[1])
+    code = exit_code(lambda: train(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
     if code:

@@ -6,7 +6,7 @@
     isles lab --store --timed --islands 4 --bandwidth 50Mbit -- --overlap 50
 
 What follows `--` are flags of `isles train`. With --churn it is a run to its last step, and an undisturbed one of as
-many islands; with --timed, islands whose compute is a sleep, on the store and on torch.distributed.
+many islands and counted steps; with --timed, islands whose compute is a sleep, on the store and on torch.distributed.
 """
 
 from __future__ import annotations
@@ -133,11 +133,14 @@ def _timed(args: argparse.Namespace, say: Say) -> dict[str, Any]:
 
 
 def _churn(options: Options, every: float, seed: int, say: Say) -> dict[str, Any]:
-    """A run in churn, and an undisturbed one of as many islands as were in its rounds."""
+    """A run in churn, and an undisturbed one with as many islands in its rounds, and as many counted steps."""
     own = dataclasses.replace(options, folder=options.folder / "churn", spares=MOST_MORE)
     disturbed = run.churn(own, every, max(1, options.islands - MOST_MORE), seed, say)
     count = max(1, round(disturbed["islands_in_a_round"] or 1))
-    calm = run.undisturbed(dataclasses.replace(options, folder=options.folder / "calm", islands=count), say)
+    steps = max(1, round(disturbed["counted_steps"] / count))
+    program = programs.elastic([*options.program.arguments, "--steps", str(steps)])
+    same = dataclasses.replace(options, folder=options.folder / "calm", islands=count, program=program)
+    calm = run.undisturbed(same, say)
     losses = disturbed["val_loss"], calm["val_loss"]
     ratio = losses[0] / losses[1] if None not in losses else None
     kills = sum(each["kind"] == "kill" for each in disturbed["injected"])

@@ -23,7 +23,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,9 @@ from isles.lab.elastic.fleet import AUDIT
 from isles.train import setup, store_run
 from isles.train.config import TrainConfig
 from isles.train.elastic import ElasticTrainer
-from isles.train.launch import FAILED, LOST_PEER, STOPPED, USER_MISTAKE
 from isles.train.loop import Stopped
 from isles.train.synchronise import Cost
+from isles.train.worker import exit_code
 
 
 class PacedTrainer(ElasticTrainer):
@@ -124,29 +123,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", dest="run", default=argparse.SUPPRESS, help="the same as --run")
     flags.add(parser, Method, "the method (defaults: those of --method)", show_defaults=False)
     args = parser.parse_args(arguments)
-    try:
-        wanted = store_run.resolve(flags.given(args, TrainConfig), flags.given(args, Method))
-        setup.save(wanted)
-        method = wanted.method()
-        assert method is not None, "a run in a store has a method"
-        if args.audit:
-            text = json.dumps(audit(wanted.config, method))
-            (Path(wanted.config.run) / AUDIT).write_text(text)
-        else:
-            PacedTrainer(wanted.config, method, args.pace).run()
-    except Stopped as reason:
-        print(reason, file=sys.stderr)
-        return STOPPED
-    except isles.LostPeerError as error:
-        print(error, file=sys.stderr)
-        return LOST_PEER
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return USER_MISTAKE
-    except Exception:
-        traceback.print_exc()
-        return FAILED
-    return 0
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
+    wanted = store_run.resolve(flags.given(args, TrainConfig), flags.given(args, Method))
+    setup.save(wanted)
+    method = wanted.method()
+    assert method is not None, "a run in a store has a method"
+    if args.audit:
+        text = json.dumps(audit(wanted.config, method))
+        (Path(wanted.config.run) / AUDIT).write_text(text)
+    else:
+        PacedTrainer(wanted.config, method, args.pace).run()
 
 
 if __name__ == "__main__":
