@@ -11,8 +11,9 @@
     store        the store client: a bucket, a folder, or memory; HMAC; the probe
     driver       threads around the protocol
     robust       bounds on what one bad island can do
+    layout       where the parts of several ranks are in an island's payload; parts of a snapshot
+    session      an island's life in a run: between the training loop and the protocol
     world        `isles.StoreWorld`, for the engine
-    layout       where the parts of several ranks are in an island's payload
     ranks        what the ranks of one island say to each other
     lock_step    islands of several ranks: the first one is the member, the others follow
 

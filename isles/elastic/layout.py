@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
+from isles.elastic.objects import DamagedError
 from isles.wire.codec import Codec
 from isles.wire.world import Joining
 
@@ -68,3 +70,28 @@ def label(fragment: int, rank: int = 0) -> str:
     ('fragment-0002', 'fragment-0002-rank-0001')
     """
     return f"fragment-{fragment:04d}" + (f"-rank-{rank:04d}" if rank else "")
+
+
+def pack_fragments(state: list[dict[str, Tensor]], rank: int = 0) -> dict[str, bytes]:
+    """The parts of a snapshot that a rank has, by label."""
+    return {label(index, rank): pack_state(tensors) for index, tensors in enumerate(state)}
+
+
+def check_sizes(number: int, fragments: list[dict[str, Tensor]], numels: list[int]) -> None:
+    """Raises unless a snapshot fits."""
+    sizes = [each["anchor"].numel() for each in fragments]
+    if sizes != numels:
+        raise DamagedError(f"snapshot {number} has fragments of {sizes} values, not {numels}")
+
+
+def pack_state(tensors: dict[str, Tensor]) -> bytes:
+    """A part of a snapshot: safetensors, the same bytes whoever writes them."""
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in sorted(tensors.items())})
+
+
+def unpack_state(data: bytes, name: str) -> dict[str, Tensor]:
+    """Reads it back. Nothing in it is evaluated."""
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:
+        raise DamagedError(f"{name} is not a part of a snapshot: {error}") from None

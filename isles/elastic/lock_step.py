@@ -29,19 +29,11 @@ import torch
 from torch import Tensor
 
 from isles.elastic.decisions import Apply, Load
-from isles.elastic.layout import Layout, label
+from isles.elastic.layout import Layout, check_sizes, label, pack_fragments, unpack_state
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import Contribution, DamagedError, Manifest, digest
 from isles.elastic.ranks import ROOT, News, Ranks
-from isles.elastic.world import (
-    LEAVE_SECONDS,
-    NOTHING,
-    RoundHandle,
-    Session,
-    check_sizes,
-    pack_fragments,
-    unpack_state,
-)
+from isles.elastic.session import LEAVE_SECONDS, NOTHING, RoundHandle, Session
 from isles.wire import reduction
 from isles.wire.message import bytes_of, tensor_of
 from isles.wire.world import Handle, Joining, Mean, MismatchError, Missed, MissedRound, Payload, Snapshot

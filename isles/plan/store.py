@@ -29,7 +29,8 @@ from isles.elastic.numbering import Numbering
 from isles.elastic.objects import Blob, Contribution, Manifest, Part, Run, part_name
 from isles.elastic.protocol import NOBODY, Member
 from isles.elastic.requests import Answer, Operation
-from isles.elastic.world import LEAST_PATIENCE, PERIODS_BETWEEN_SNAPSHOTS, POLL, ROUNDS_UNTIL_GONE
+from isles.elastic.session import LEAST_PATIENCE
+from isles.elastic.world import PERIODS_BETWEEN_SNAPSHOTS, POLL, ROUNDS_UNTIL_GONE
 from isles.plan.exchange import FRAMING
 from isles.plan.fleet import Island
 from isles.plan.shared_link import Events, SharedLink
