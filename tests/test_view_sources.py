@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from isles import StoreWorld
 from isles.cli import main
 from isles.elastic.objects import Announcement, Contribution, Seal, island_name, left_name, seal_name
 from isles.view import sources, store_source
@@ -22,7 +23,7 @@ from isles.view.live_rounds import letter_of
 from isles.view.runs import Run
 from isles.view.sources import Folder
 from isles.view.store_source import Store
-from isles.view.watcher import Watcher
+from isles.view.watcher import Watcher, watcher_of
 from tests.test_view_synthetic import save, synthetic
 
 
@@ -204,7 +205,9 @@ def test_what_is_new_in_a_store_is_found_with_a_few_requests():
     assert store.asked == 4  # islands/, the next seal, the next piece of islands 0 and 2
     store[seal_name(7)] = seal(7, (0, 2))
     store["events/0002/00000003.jsonl"] = piece(2, range(21, 24))
+    store.asked = 0
     found = source.read()
+    assert store.asked == 4 + 2 + 1  # at most two more for a new seal, and one for a new piece
     assert kinds(found) == ["sealed", "step", "step", "step"]
     assert {event.get("island", 2) for event in found} == {2}
 
@@ -282,6 +285,35 @@ def test_a_report_of_a_store_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     errors = capsys.readouterr().err.splitlines()
     assert "--store s3://bucket/mine has no events of a run" in errors[0]
     assert "give the folders of runs, or --store URL" in errors[1]
+
+
+def test_whoever_only_reads_makes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    missing = tmp_path / "mistyped" / "run"
+    assert main(["report", "--store", str(missing), "--out", str(tmp_path / "page.html")]) == 2
+    assert main(["export", "--store", str(missing), "--out", str(tmp_path / "exported")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].startswith(f"isles report: --store {missing} has no events of a run: check the address")
+    assert errors[1] == f"isles export: there is no run in {missing}: there is no such folder"
+    assert len(errors) == 2
+    with pytest.raises(ValueError, match="there is no run in"):
+        StoreWorld(str(missing), observe=True)
+    watcher = watcher_of([], str(missing))
+    [run] = watcher.looked_at()
+    assert run.state(0.0)["phase"] == "absent"
+    assert not missing.parent.exists()
+
+
+def test_a_store_in_a_folder_that_comes_later_is_found(tmp_path: Path):
+    watcher = watcher_of([], str(tmp_path / "later"))
+    [run] = watcher.looked_at()
+    assert run.state(0.0)["phase"] == "absent"
+    assert not run.trouble
+    for name, data in elastic_run().items():
+        (tmp_path / "later" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "later" / name).write_bytes(data)
+    run.source.poll_seconds = 0.0
+    watcher.looked_at()
+    assert [run.live.islands[n].rounds_in for n in range(3)] == [6, 4, 2]
 
 
 def test_a_store_without_its_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):

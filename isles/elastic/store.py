@@ -147,8 +147,16 @@ class ObjectStore:
         return said[1] if said else text[:300]
 
 
-def open_store(url: str, key: str | bytes | None = None, timeout: float = 600.0, **options: Any) -> ObjectStore:
-    """The store behind a url; ValueError if there is no such kind. `options` go to obstore."""
+class NoFolderError(ValueError):
+    """There is no such folder, and whoever only reads does not make one."""
+
+
+def open_store(
+    url: str, key: str | bytes | None = None, timeout: float = 600.0, *, create: bool = True, **options: Any
+) -> ObjectStore:
+    """The store behind a url; ValueError if there is no such kind. A folder that is not there is made, unless `create`
+    is False. `options` go to obstore.
+    """
     try:
         import obstore.store
     except ImportError:
@@ -163,7 +171,7 @@ def open_store(url: str, key: str | bytes | None = None, timeout: float = 600.0,
         client: Any = _memory.setdefault(rest, obstore.store.MemoryStore())
     elif not separator or scheme == "file":
         folder = Path(rest if separator else url).expanduser().absolute()
-        client, url = _folder(folder, options), str(folder)
+        client, url = _folder(folder, create, options), str(folder)
     elif scheme in SCHEMES:
         client = _remote(url, timeout, options)
     else:
@@ -172,9 +180,11 @@ def open_store(url: str, key: str | bytes | None = None, timeout: float = 600.0,
     return ObjectStore(url, client, _key(key))
 
 
-def _folder(folder: Path, options: dict[str, Any]) -> Any:
+def _folder(folder: Path, create: bool, options: dict[str, Any]) -> Any:
     import obstore.store
 
+    if not create and not folder.exists():
+        raise NoFolderError(f"there is no run in {folder}: there is no such folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return obstore.store.LocalStore(folder, **options)

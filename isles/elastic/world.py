@@ -88,7 +88,7 @@ class StoreWorld:
         if snapshot_every is not None and (not isinstance(snapshot_every, int) or snapshot_every < 1):
             raise ValueError(f"snapshot_every={snapshot_every!r} must be a number of rounds, at least 1")
         check_byte_order()
-        self.store = open_store(url, key, timeout, **options)
+        self.store = open_store(url, key, timeout, create=not observe, **options)
         if observe and self.store.get(RUN) is None:
             raise ValueError(f"there is no run in {self.store.url}")
         self._robust = bool(robust)

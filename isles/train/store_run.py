@@ -106,7 +106,7 @@ def _with_tokenizer(store: ObjectStore, setup: Setup) -> Setup:
 
 def load(url: str) -> tuple[ObjectStore, dict[str, Any]]:
     """The store of a run that is there, and its settings."""
-    store = open_store(url)
+    store = open_store(url, create=False)
     data = store.get(SETTINGS)
     if data is None:
         raise ValueError(f"there is no run of isles train in {url}")

@@ -11,11 +11,12 @@ The store itself is anything with `list(prefix)` and `get(name)`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from isles.view import events, sources
@@ -44,20 +45,48 @@ class Reader(Protocol):
 
 
 def open_store(url: str) -> Reader:
-    """A reader of the store at this address: a bucket, a folder. It is made by `isles.elastic.store`."""
+    """A reader of the store at this address: a bucket, a folder. Of a folder that is not there yet, too: it is not
+    made.
+    """
     try:
-        opened: Reader = importlib.import_module("isles.elastic.store").open_store(url)
+        stores = importlib.import_module("isles.elastic.store")
     except ImportError as error:
         raise ValueError(f"--store {url} needs {error.name}, which is missing: pip install 'isles[store]'") from error
-    return opened
+    opener: Callable[[], Reader] = functools.partial(stores.open_store, url, create=False)
+    try:
+        return opener()
+    except stores.NoFolderError as error:
+        return Awaited(opener, type(error))
+
+
+class Awaited:
+    """A store that is empty as long as opening it fails in this way."""
+
+    def __init__(self, opener: Callable[[], Reader], failure: type[Exception]) -> None:
+        self._opener, self._failure = opener, failure
+        self._opened: Reader | None = None
+
+    def list(self, prefix: str) -> Iterable[str]:
+        return opened.list(prefix) if (opened := self._open()) else ()
+
+    def get(self, name: str) -> bytes | None:
+        return opened.get(name) if (opened := self._open()) else None
+
+    def _open(self) -> Reader | None:
+        with suppress(self._failure):
+            self._opened = self._opened or self._opener()
+        return self._opened
 
 
 def load(url: str) -> Run:
     """A run in a store, all of it, for a report."""
     name = url.rstrip("/").rpartition("/")[2]
-    found = Store(open_store(url), name).everything(MOST_BYTES)
+    store = open_store(url)
+    if not any(map(_piece, store.list(EVENTS))):
+        raise ValueError(f"--store {url} has no events of a run: check the address; isles train writes them")
+    found = Store(store, name).everything(MOST_BYTES)
     if found is None:
-        raise ValueError(f"--store {url} has no events of a run, or more than {MOST_BYTES >> 20} MB of them")
+        raise ValueError(f"--store {url} has more than {MOST_BYTES >> 20} MB of events: too many for a report")
     return Run(found, name)
 
 
@@ -137,7 +166,7 @@ class Store:
                     return False
                 self._seal += 1
                 self._take_seal(name, data)
-            batch *= 4
+            batch *= 2
         return True
 
     def _take_seal(self, name: str, data: bytes) -> None:
