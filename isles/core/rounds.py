@@ -286,7 +286,7 @@ class Rounds:
             self.stats.excluded_rounds += 1
         else:
             self.stats.catch_up_rounds += 1
-        self.tell("catch_up" if sent is None else "excluded", due)
+        self.tell("catch_up" if sent is None else "excluded", due, late_seconds=mean.late_seconds)
         if self._elastic:
             self._has_applied(due)
 

@@ -63,6 +63,8 @@ class Event:
     """Time spent encoding (send) or waiting (apply)."""
     slack_seconds: float | None = None
     """Of an apply: how long before it was due its result arrived; negative: the island waited; None: not known."""
+    late_seconds: float | None = None
+    """Of an excluded: how much too late the island's payloads come (`isles.elastic.lateness`); None: not known."""
 
 
 _NOTHING = nullcontext()

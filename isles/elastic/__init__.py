@@ -10,6 +10,7 @@
 
     store        the store client: a bucket, a folder, or memory; HMAC; the probe
     driver       threads around the protocol
+    lateness     how late payloads come that are left out
     robust       bounds on what one bad island can do
     layout       where the parts of several ranks are in an island's payload; parts of a snapshot
     session      an island's life in a run: between the training loop and the protocol

@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from isles.elastic.decisions import Decision
+from isles.elastic.lateness import Lateness
 from isles.elastic.objects import (
     ROUNDS,
     SNAPSHOTS,
@@ -65,6 +66,7 @@ class Driver:
         self._averages: dict[int, Future[Any]] = {}
         self._average: Average | None = None
         self._refused: set[str] = set()
+        self._lateness = Lateness()
         self.codec = Worker("isles-codec")
         self._operations: Operations = queue.SimpleQueue()
         self._bulk: Operations = queue.SimpleQueue()
@@ -125,6 +127,12 @@ class Driver:
         with self._changed:
             self._averages = {k: each for k, each in self._averages.items() if k > number}
             self.kept = {name: data for name, data in self.kept.items() if (round_of(name) or 0) > number}
+            self._lateness.forget(number)
+
+    def left_out(self, number: int) -> float | None:
+        """A round was completed without what this island has sent: how many seconds too late its payloads come."""
+        with self._changed:
+            return self._lateness.left_out(number)
 
     def stop(self) -> None:
         """Ends the threads. Operations under way come to their end unheard."""
@@ -158,8 +166,9 @@ class Driver:
             done = self._store.perform(operation)
             if done.status == "ok" and operation.name.startswith(ROUNDS) and operation.kind in self._transfers:
                 self._transfers[operation.kind].append(time.monotonic() - begin)
-            answer = self._opened(operation, done)
+            answer, end = self._opened(operation, done), time.monotonic()
             with self._changed:
+                self._lateness.note(operation, done, begin, end)
                 self._tell(self.member.answer, operation, answer)
 
     def _opened(self, operation: Operation, answer: Answer) -> Answer:

@@ -202,7 +202,9 @@ class Session:
         mean: Mean = self.driver.averaged(decision.number, decision.contributions)
         assert not mean.superseded
         self.members = tuple(each.island for each in decision.contributions)
-        return replace(mean, included=decision.included, closing=decision.closing)
+        is_late = not decision.included and decision.number in self._sent
+        late = self.driver.left_out(decision.number) if is_late else None
+        return replace(mean, included=decision.included, closing=decision.closing, late_seconds=late)
 
     def _snapshot(self, decision: Load) -> Snapshot:
         number = decision.manifest.round

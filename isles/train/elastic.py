@@ -135,6 +135,8 @@ class ElasticTrainer:
         if event.kind == "apply":
             what |= {"seconds": event.seconds, "slack_seconds": event.slack_seconds}
             what["islands"] = list(self.world.members)
+        if event.kind == "excluded":
+            what["late_seconds"] = event.late_seconds
         self._write(event.kind, **what)
 
     def _log_step(self, loss: float, clock: int, seconds: float, spent: Cost) -> None:

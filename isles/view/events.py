@@ -16,7 +16,8 @@ seconds since the epoch. A number that is not finite is written as null. `island
                 arrived; negative: the island waited; null: not known)
     join        island, step, fragment, round      and leave: an island of a set that changes has come, or goes
     seal        island, step, fragment, round      it has completed the round for all
-    excluded    island, step, fragment, round      the others completed the round without what it had sent
+    excluded    island, step, fragment, round, late_seconds (how much too late its payloads come; null: not known)
+                                     the others completed the round without what it had sent
     catch_up    island, step, fragment, round      it has applied a round to which it had sent nothing
     nonfinite   island, step, fragment, round      weights were not finite: the island sits out the fragment's round
     eval        island, step, tokens, val_loss, val_bits_per_byte, bytes_sent (all islands, so far), wall_seconds

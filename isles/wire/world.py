@@ -103,6 +103,8 @@ class Mean:
     """Everybody who is in it ends with it."""
     superseded: bool = False
     """The global model contains this round already: there is nothing to apply."""
+    late_seconds: float | None = None
+    """How much too late this island's payloads come, if it sent one and is not included; None: not known."""
 
     @property
     def total_weight(self) -> float:
