@@ -166,6 +166,10 @@ def test_results_that_come_just_in_time_are_told():
     ]
     [text] = told([*steps(0), *steps(1), *applies])
     assert text.startswith("Results reach island 0 only 0.2 s before they are due, of 5 s")
+    for period, advice in ((50, "an overlap of 10 is"), (9, "an overlap of 8 is"), (6, "a longer period")):
+        config = {**CONFIG, "method": {**METHOD, "sync_every": period}}
+        [text] = told([config, *steps(0), *steps(1), *applies])
+        assert f"would make it wait: {advice}" in text
 
 
 def test_a_slow_island_a_silent_one_and_a_loss_that_is_no_number():

@@ -153,6 +153,7 @@ class LiveIsland:
             "roundsOut": self.rounds_out,
             "caughtUp": self.rounds_caught_up,
             "outInARow": self.out_in_a_row,
+            "outSince": self.out_since,
             "joined": self.joined,
             "left": self.left,
             "host": self.host,

@@ -137,10 +137,12 @@ def _waiting(run: Live) -> Iterator[Problem]:
                 f"{what}: {units.brief(typical)} at a time.", _shorter_waits(run, island, typical), island.number
             )
         elif slack is not None and overlap and 0 <= slack < NARROW_SLACK * overlap * pace and len(island.slacks) > 4:
+            longer = min(2 * int(overlap), int(run.method.get("sync_every") or 0) - 1)
+            safer = f"an overlap of {longer}" if longer > overlap else "a longer period (--sync-every) and overlap"
             yield Problem(
                 f"Results reach island {island.number} only {units.brief(slack)} before they are due, of "
                 f"{units.brief(overlap * pace)} that an overlap of {overlap} gives.",
-                f"A link that gets a little slower would make it wait: an overlap of {2 * int(overlap)} is safer.",
+                f"A link that gets a little slower would make it wait: {safer} is safer.",
                 island.number,
             )
 

@@ -30,6 +30,7 @@ SCRIPTS = (
     "format.js",
     "scale.js",
     "save.js",
+    "keys.js",
     "chart.js",
     "links.js",
     "loss.js",

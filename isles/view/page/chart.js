@@ -7,6 +7,7 @@ const hidden = new Set();
 function figure(key, title, note, wide = false) {
   const tools = element('div', { class: 'tools' });
   const plot = element('div', { class: 'plot' });
+  readByKeys(plot, title);
   const root = element(
     'figure',
     { id: key, class: wide ? 'wide' : '' },
@@ -70,7 +71,7 @@ const pathOf = (points) => points.map(([x, y], index) => `${index ? 'L' : 'M'}${
 
 // The tooltip: a heading and one row per run. It keeps inside the plot.
 function tooltip(plot) {
-  const box = element('div', { class: 'tooltip', hidden: true });
+  const box = element('div', { class: 'tooltip', role: 'status', hidden: true });
   plot.append(box);
   return {
     hide: () => {

@@ -19,7 +19,7 @@ const SPARK = { width: 84, height: 18 };
 const stateWords = (row) =>
   ({
     in: 'in',
-    out: row.outInARow === 1 ? 'out of 1 round' : `out of ${row.outInARow} rounds`,
+    out: row.outInARow === 1 ? `out of round ${row.outSince}` : `out of ${row.outInARow} rounds, since ${row.outSince}`,
     left: row.left ? `left before round ${row.left}` : 'left',
     gone: 'ended',
     silent: 'silent',
@@ -120,7 +120,7 @@ function islandTable(chosen) {
     root.hidden = !run.islandRows.length;
     const present = run.islandRows.filter((row) => row.state !== 'left').length;
     const gone = run.islandRows.length - present;
-    say(caption, `Islands${gone ? `: ${present} here, ${gone} have left` : ''}`);
+    say(caption, `Islands${gone ? `: ${present} here, ${gone} ${gone === 1 ? 'has' : 'have'} left` : ''}`);
     // Of those that have left, the last few.
     const shown = [...run.islandRows.slice(0, present), ...run.islandRows.slice(present).slice(-12)];
     const kept = new Map(shown.map((row) => [row.island, rows.get(row.island) ?? islandRow(row.island)]));

@@ -41,7 +41,8 @@ function drawable(charts) {
   const stale = new Set(charts);
   const visible = new Set();
   const attempt = (chart) => {
-    const pointed = chart.root.querySelector('.tooltip:not([hidden])') && chart.root.matches(':hover');
+    const held = chart.root.matches(':hover') || chart.root.querySelector('.plot:focus');
+    const pointed = chart.root.querySelector('.tooltip:not([hidden])') && held;
     if (!stale.has(chart) || !visible.has(chart) || pointed || document.hidden) return;
     stale.delete(chart);
     chart.draw();
@@ -60,6 +61,7 @@ function drawable(charts) {
   charts.forEach((chart) => {
     watch.observe(chart.root);
     chart.root.addEventListener('pointerleave', () => attempt(chart));
+    chart.root.addEventListener('focusout', () => attempt(chart));
   });
   return {
     refresh() {

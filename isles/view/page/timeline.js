@@ -155,9 +155,25 @@ function fragmentName(run, index) {
   return /^[\d,\s-]+$/.test(layers) ? `layer${/[,-]/.test(layers) ? 's' : ''} ${list}` : list;
 }
 
+// A flight that was not applied ends where its island has come to.
+function endOf(run, flight) {
+  if (flight[APPLIED] !== null) return flight[APPLIED];
+  const row = run.islandRows?.find(({ island }) => island === flight[ISLAND]);
+  return Math.max(flight[SENT], row ? (row.clock ?? row.step) : run.lastStep);
+}
+
+// Islands that are there no more are shown where they had something in flight.
+function islandsOf(run, flights) {
+  const over = new Set(run.islandRows?.filter(({ state }) => ['left', 'gone'].includes(state)).map(({ island }) => island));
+  const seen = new Set(flights.map((flight) => flight[ISLAND]));
+  const all = Array.from({ length: run.islands }, (_, index) => index);
+  return all.filter((island) => seen.has(island) || !over.has(island));
+}
+
 function drawTimeline(plot, tip, state, moveTo) {
   const { run, start, span } = state;
-  const islands = state.island === 'all' ? Array.from({ length: run.islands }, (_, index) => index) : [state.island];
+  const within = run.flights.filter((flight) => flight[SENT] <= start + span && endOf(run, flight) >= start);
+  const islands = state.island === 'all' ? islandsOf(run, within) : [state.island];
   const fragments = fragmentCount(run);
   const group = fragments * ROW + 26;
   const { svg, width, height } = canvas(
@@ -202,11 +218,8 @@ function drawTimeline(plot, tip, state, moveTo) {
     ),
   );
   const flights = shape('g', { class: `flights run-${run.slot}`, 'clip-path': 'url(#clip-timeline)' });
-  for (const flight of run.flights) {
-    const applied = flight[APPLIED] ?? run.lastStep;
-    if (applied >= start && flight[SENT] <= start + span && islands.includes(flight[ISLAND])) {
-      flights.append(drawFlight(run, flight, x, rowOf(flight[ISLAND], flight[FRAGMENT])));
-    }
+  for (const flight of within.filter((each) => islands.includes(each[ISLAND]))) {
+    flights.append(drawFlight(run, flight, x, rowOf(flight[ISLAND], flight[FRAGMENT])));
   }
   svg.append(flights);
   flights.addEventListener('pointerover', (event) => {
@@ -219,7 +232,7 @@ function drawTimeline(plot, tip, state, moveTo) {
 }
 
 function drawFlight(run, flight, x, y) {
-  const [from, to] = [x.at(flight[SENT]), x.at(flight[APPLIED] ?? Math.max(run.lastStep, flight[SENT]))];
+  const [from, to] = [x.at(flight[SENT]), x.at(endOf(run, flight))];
   const waited = run.stepSeconds && flight[WAITED] > 0.05 * run.stepSeconds;
   const group = shape('g', { 'data-flight': JSON.stringify(flight) });
   group.append(
