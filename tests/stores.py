@@ -18,8 +18,8 @@ KINDS = ("memory", "folder", "s3")
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[str]:
-    """moto's S3 server on a free port. It says which one it took in its log."""
+def s3_server(log: list[str] | None = None) -> Iterator[str]:
+    """moto's S3 server on a free port. It says which one it took in its log, which has a line for every request."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, text=True)
@@ -29,7 +29,8 @@ def s3_server() -> Iterator[str]:
             if "Running on http://" in line:
                 address = line.split("Running on ")[1].split()[0]
                 break
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # or its pipe fills up
+        lines = [] if log is None else log
+        threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True).start()  # or its pipe fills up
         yield address
     finally:
         process.kill()

@@ -187,6 +187,9 @@ def test_what_a_run_says_is_text_and_nothing_else(browser: Any, tmp_path: Path):
         assert page.locator("script").count() == 1
 
 
+LATE = {"event": "excluded", "step": 95, "fragment": 1, "round": 3, "late_seconds": 3.0, "time": 2000.0}
+
+
 def test_islands_that_come_and_go_in_a_store(browser: Any):
     store = elastic_run()
     watcher = Watcher([(source := Store(store), "s3://bucket/run")])
@@ -207,6 +210,9 @@ def test_islands_that_come_and_go_in_a_store(browser: Any):
         store[left_name(0)] = Announcement("token 0", 8).pack()
         page.locator(".rows tr", has_text="left before round 8").wait_for()
         page.locator(".problems li", has_text="Island 2 has been out of 2 rounds").wait_for()
+        page.locator(".rows tr[data-state=out]", has_text="out of 2 rounds, since 6").wait_for()
+        store["events/0002/00000003.jsonl"] = json.dumps(LATE).encode()
+        page.locator(".problems li", has_text="out of 2 rounds: its payloads arrive 3.0 s too late").wait_for()
 
 
 def test_processes_that_train_over_a_store_join_and_leave(browser: Any, tmp_path: Path, machines: list[Any]):
@@ -335,4 +341,11 @@ def test_the_bench_compares_a_full_page_with_an_empty_one():
         " seconds to the first paint",
         " seconds until data is drawn",
         " seconds of an update",
+        " seconds until it says that an island was killed",
+        " pace of a run that is watched against one that is not",
     }
+    run = page["watched"]
+    assert run["told_seconds"] > 0
+    assert len(run["ratios"]) == 2
+    assert all(ratio > 0 for ratio in (*run["ratios"], *run["noise"]))
+    assert "live page: a run of two islands, watched in turns" in done.stdout

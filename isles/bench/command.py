@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isles.bench import codecs, document, engine, islands, memory, page, peers, scaling, targets, trainer
+from isles.bench import codecs, document, engine, islands, memory, page, peers, scaling, targets, trainer, watched
 from isles.bench.engine import Load
 from isles.bench.tables import tables
 
@@ -41,6 +41,7 @@ class Sizes:
     memory_sync_every: int
     page_islands: int
     page_events: int
+    watching: watched.Sizes
     trainer: trainer.Sizes
 
 
@@ -63,6 +64,7 @@ FULL = Sizes(
     memory_sync_every=48,
     page_islands=64,
     page_events=100_000,
+    watching=watched.FULL,
     trainer=trainer.FULL,
 )
 QUICK = Sizes(
@@ -79,6 +81,7 @@ QUICK = Sizes(
     memory_sync_every=24,
     page_islands=8,
     page_events=2_000,
+    watching=watched.QUICK,
     trainer=trainer.QUICK,
 )
 
@@ -169,7 +172,7 @@ def _memory(sizes: Sizes) -> dict[str, Any]:
 
 
 def _page(sizes: Sizes) -> dict[str, Any]:
-    return {"page": page.measure(sizes.page_islands, sizes.page_events)}
+    return {"page": page.measure(sizes.page_islands, sizes.page_events, sizes.watching)}
 
 
 def _trainer(sizes: Sizes) -> dict[str, Any]:

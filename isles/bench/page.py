@@ -3,7 +3,8 @@
 Both pages are served here and opened in turns; the best of several openings counts. *First paint* is the browser's own
 first-contentful-paint, *ready* is when the first data is drawn. An *update* is the CPU time that the main thread of the
 page takes for one answer: scripts, layout, painting. Of the full page all visible charts are drawn anew each time, as
-its log grows by one step of every island. Memory is that of its JavaScript, and what the server keeps of the run.
+its log grows by one step of every island. Memory is that of its JavaScript, and what the server keeps of the run, of
+this log and of one twice as long. What being watched costs a run is measured in `isles.bench.watched`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from isles.bench import watched
 from isles.view.server import Server
 from isles.view.watcher import Watcher, watcher_of
 
 MISSING = "the part page needs chromium and playwright: apt-get install chromium, pip install playwright"
 PERIOD, OVERLAP, FRAGMENTS, STEP_SECONDS = 30, 2, 4, 0.5
 OPENINGS = 3
+PATIENCE_MILLISECONDS = 600_000
+"""Of a machine that does other things, too."""
 
 
-def measure(islands: int, events: int, updates: int = 9) -> dict[str, Any]:
-    """Times of an empty page and of one with a long log."""
+def measure(islands: int, events: int, watching: watched.Sizes, updates: int = 9) -> dict[str, Any]:
+    """Times of an empty page and of one with a long log; of a run while it is watched and while it is not."""
     program = _chromium()
     with tempfile.TemporaryDirectory(prefix="isles-bench-") as scratch:
         log = _Log(Path(scratch) / "run", islands)
@@ -39,8 +43,13 @@ def measure(islands: int, events: int, updates: int = 9) -> dict[str, Any]:
                 | _updates(browser, folder, log if name == "full" else None, updates)
                 for name, folder in folders.items()
             }
-        server = _server(log.folder)
-    return {"islands": islands, "events": events, **pages, "server": server}
+            server = _server(log.folder)
+            log.grow(events)
+            longer = {**_updates(browser, log.folder, log, 1), **_server(log.folder)}
+            run = watched.measure(browser, watching)
+    growth = {"heap": longer["heap_bytes"] / pages["full"]["heap_bytes"]}
+    growth["kept"] = longer["kept_bytes"] / server["kept_bytes"]
+    return {"islands": islands, "events": events, **pages, "server": server, "growth": growth, "watched": run}
 
 
 def _opening(browser: Any, folder: Path) -> dict[str, float]:
@@ -48,7 +57,7 @@ def _opening(browser: Any, folder: Path) -> dict[str, float]:
     with Server(watcher_of([str(folder)])) as server:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(server.url)
-        page.wait_for_selector("html[data-ready]", state="attached", timeout=120_000)
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=PATIENCE_MILLISECONDS)
         paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
         ready = page.evaluate("performance.getEntriesByName('isles-ready')[0].startTime")
         page.close()
@@ -60,7 +69,7 @@ def _updates(browser: Any, folder: Path, log: _Log | None, updates: int) -> dict
     with Server(watcher_of([str(folder)])) as server:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(server.url)
-        page.wait_for_selector("html[data-behind=false]", state="attached", timeout=120_000)
+        page.wait_for_selector("html[data-behind=false]", state="attached", timeout=PATIENCE_MILLISECONDS)
         metrics = page.context.new_cdp_session(page)
         metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
         busy = _busy_seconds(metrics)

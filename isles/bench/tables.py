@@ -51,9 +51,10 @@ def tables(result: Mapping[str, Any]) -> dict[str, Table]:
         "codecs": _codecs, "engine": _engine, "islands": _islands, "phases": _phases,
         "parameters": lambda result: _sizes(result["scaling"]["parameters"]),
         "fragments": lambda result: _fragments(result["scaling"]["fragments"]),
-        "memory": _memory, "page": _page, "checks": _checks, "peers": _peers, "trainer": _trainer,
+        "memory": _memory, "page": _page, "watched": _watched, "checks": _checks, "peers": _peers, "trainer": _trainer,
     }  # fmt: skip
     there = {**result, **dict.fromkeys(("parameters", "fragments"), result.get("scaling"))}
+    there["watched"] = result.get("page")
     return {name: make(result) for name, make in makers.items() if there.get(name)}
 
 
@@ -185,8 +186,29 @@ def _page(result: Mapping[str, Any]) -> Table:
     rows.append(("the server reads the log", "-", _milliseconds(server["read_seconds"]), "-"))
     rows.append(("the server keeps", "-", units.number_of_bytes(server["kept_bytes"]), "-"))
     rows.append(("an answer", "-", units.number_of_bytes(server["answer_bytes"]), "-"))
+    rows.append(("memory of the page, a log twice as long", "-", "-", f"{page['growth']['heap']:.2f}x"))
+    rows.append(("the server keeps, a log twice as long", "-", "-", f"{page['growth']['kept']:.2f}x"))
     title = f"live page: {page['islands']} islands, {page['events']:,} events, against an empty page"
     return Table(title, ("", "empty", "full", "ratio"), rows)
+
+
+def _watched(result: Mapping[str, Any]) -> Table:
+    run = result["page"]["watched"]
+    rows = [
+        ("steps per second, nobody watches", f"{run['steps_per_second']:.1f}"),
+        ("with the page open, against without", f"{run['ratio']:.3f}x ({_range(run['ratios'])})"),
+        ("nobody watches, against the turn before", f"{_range(run['noise'])}"),
+        (f"an island is killed until the page says so, the longest of {run['kills']}", f"{run['told_seconds']:.2f} s"),
+    ]
+    return Table("live page: a run of two islands, watched in turns", ("", "measured"), rows)
+
+
+def _range(values: Sequence[float]) -> str:
+    """
+    >>> _range([0.98, 1.02])
+    '0.98 to 1.02'
+    """
+    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def _checks(result: Mapping[str, Any]) -> Table:

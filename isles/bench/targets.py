@@ -8,6 +8,8 @@ from typing import Any
 from isles.bench.engine import label
 from isles.view import units
 
+BOUNDED_EVENTS = 50_000
+"""Memory is promised not to grow beyond what a log of this length takes."""
 OVERHEAD_PARAMETERS, OVERHEAD_STEP_SECONDS = (9e6, 11e6), 0.1
 """The overhead is promised for models of this size, where a bare step takes at least so long."""
 
@@ -60,6 +62,12 @@ def _page(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _at_most(f"live page, {size}: seconds to the first paint", page["full"]["paint_seconds"], 2.0)
         yield _at_most(f"live page, {size}: seconds until data is drawn", page["full"]["ready_seconds"], 2.0)
         yield _at_most(f"live page, {size}: seconds of an update", page["full"]["update_seconds"], 0.1)
+        if page["events"] >= BOUNDED_EVENTS:
+            yield _at_most(f"live page, {size}: its memory, a log twice as long", page["growth"]["heap"], 1.1)
+            yield _at_most(f"live page, {size}: the server's memory, a log twice as long", page["growth"]["kept"], 1.1)
+        run = page["watched"]
+        yield _at_most("live page: seconds until it says that an island was killed", run["told_seconds"], 3.0)
+        yield _at_least("live page: pace of a run that is watched against one that is not", run["ratio"], 0.95)
 
 
 def _trainer(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
