@@ -210,8 +210,9 @@ def test_islands_that_come_and_go_in_a_store(browser: Any):
         store[left_name(0)] = Announcement("token 0", 8).pack()
         page.locator(".rows tr", has_text="left before round 8").wait_for()
         page.locator(".problems li", has_text="Island 2 has been out of 2 rounds").wait_for()
+        fresh = piece(2, range(21, 24), begin=time.time())  # it has been silent until now
+        store["events/0002/00000003.jsonl"] = fresh + json.dumps(LATE).encode()
         page.locator(".rows tr[data-state=out]", has_text="out of 2 rounds, since 6").wait_for()
-        store["events/0002/00000003.jsonl"] = json.dumps(LATE).encode()
         page.locator(".problems li", has_text="out of 2 rounds: its payloads arrive 3.0 s too late").wait_for()
 
 
