@@ -38,7 +38,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -54,21 +54,25 @@ from isles.train import evals
 from isles.train.batches import Batches, validation_batches
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
+from isles.train.learning_rate import resolved
 from isles.train.model import build_model
 from isles.train.step import backward, inner_optimizer, update
 
 LONG = datetime.timedelta(hours=1)
+M = TypeVar("M", bound=Manager)
 
 
 class Peer:
     """One island."""
 
     def __init__(self, config: TrainConfig, method: Method, island: int, lighthouse: str, bucketize: bool) -> None:
-        self.config, self.method, self.island, self.bucketize = config, method, island, bucketize
+        self.method, self.island, self.bucketize = method, island, bucketize
         host, _, port = lighthouse.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"--lighthouse {lighthouse} must be HOST:PORT, the address of island 0 and a free port")
         self.lighthouse_host, self.lighthouse_port = host, int(port)
+        self.address = own_address(host, int(port))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(self.address))
         self.tokens, train = prepare_data(config, island)
         self.batches = Batches(
             train,
@@ -80,15 +84,17 @@ class Peer:
         )
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, self.tokens.vocabulary)
+        self.config = resolved(config, sum(parameter.numel() for parameter in self.model.parameters()))
         self.segments = evals.takes_segments(self.model)
         self.fragments = [fragment.parameters for fragment in cut(self.model, method)]
         check_schedule(method, len(self.fragments))
-        self.meetings = 0
-        self.store = TCPStore(host, int(port) + 1, is_master=island == 0, wait_for_workers=False, timeout=LONG)
 
     def run(self, reference_steps: int) -> dict[str, Any]:
         """Reference, warm-up, measured rounds, validation."""
-        config, every = self.config, self.method.sync_every
+        config, every, port = self.config, self.method.sync_every, self.lighthouse_port + 1
+        host, first = self.lighthouse_host, self.island == 0
+        self.store = TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=LONG)
+        self.meetings = 0
         self.meet()
         alone = self.reference(reference_steps)
         optimizer = inner_optimizer(self.model, config)
@@ -158,33 +164,25 @@ class Peer:
     @contextmanager
     def joined(self) -> Iterator[Manager]:
         """torchft's manager of this island, and on island 0 the lighthouse."""
-        address = own_address(self.lighthouse_host, self.lighthouse_port)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
-        port, lighthouse = self.lighthouse_port, None
+        lighthouse = None
         if self.island == 0:
             lighthouse = LighthouseServer(
-                bind=f"[::]:{port}", min_replicas=self.config.islands, quorum_tick_ms=10, heartbeat_timeout_ms=60_000
+                bind=f"[::]:{self.lighthouse_port}",
+                min_replicas=self.config.islands,
+                quorum_tick_ms=10,
+                heartbeat_timeout_ms=60_000,
             )
         self.meet()
-        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=LONG)
-        manager = Manager(
+        manager = self.manager(
+            Manager,
             pg=ProcessGroupGloo(timeout=LONG),
             load_state_dict=lambda state: None,
             state_dict=dict,
             min_replica_size=self.config.islands,
-            use_async_quorum=False,
             timeout=LONG,
             quorum_timeout=LONG,
             connect_timeout=LONG,
-            rank=0,
-            world_size=1,
-            store_addr=address,
-            store_port=store.port,
-            lighthouse_addr=f"http://{self.lighthouse_host}:{port}",
-            replica_id=f"island_{self.island}",
-            hostname=address,
             heartbeat_interval=datetime.timedelta(seconds=5),
-            init_sync=False,
         )
         try:
             yield manager
@@ -193,6 +191,22 @@ class Peer:
             manager.shutdown(wait=False)
             if lighthouse is not None:
                 lighthouse.shutdown()
+
+    def manager(self, kind: type[M], **options: Any) -> M:
+        """A manager of an island that is one process, with the store that torchft wants in it."""
+        self.own_store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=LONG)
+        return kind(
+            use_async_quorum=False,
+            rank=0,
+            world_size=1,
+            store_addr=self.address,
+            store_port=self.own_store.port,
+            lighthouse_addr=f"http://{self.lighthouse_host}:{self.lighthouse_port}",
+            replica_id=f"island_{self.island}",
+            hostname=self.address,
+            init_sync=False,
+            **options,
+        )
 
     def diloco(self, manager: Manager, optimizer: torch.optim.Optimizer) -> DiLoCo:
         method = self.method

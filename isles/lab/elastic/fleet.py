@@ -74,6 +74,10 @@ class Options:
         fragments = method.fragments if isinstance(method.fragments, int) else 1
         return self.step_seconds * method.sync_every / fragments
 
+    def build(self) -> Fleet:
+        """The fleet of these options; whoever has islands of another kind has another one."""
+        return Fleet(self)
+
 
 class Life:
     """One process of an island."""

@@ -23,7 +23,7 @@ RECORD = "lab.json"
 
 def calm(options: Options, seconds: float, say: Say) -> dict[str, Any]:
     """Nothing happens for so long: what an undisturbed run waits, and who is in its rounds."""
-    with Fleet(options) as fleet:
+    with options.build() as fleet:
         begin = _begin(fleet, say)
         fleet.wait(seconds)
         return _end(fleet, [], None, begin, say)
@@ -35,7 +35,7 @@ def faults(options: Options, kinds: Sequence[str], seed: int, waiting: float | N
     options = dataclasses.replace(options, spares=options.spares + kinds.count("join"))
     if "slow-island" in kinds:
         options = dataclasses.replace(options, slower={0: SLOWER})
-    with Fleet(options) as fleet:
+    with options.build() as fleet:
         begin = _begin(fleet, say)
         for kind in kinds:
             fleet.wait(options.patience + rng.uniform(0.0, 2 * options.round_seconds))
@@ -50,7 +50,7 @@ def faults(options: Options, kinds: Sequence[str], seed: int, waiting: float | N
 def churn(options: Options, every: float, least: int, seed: int, say: Say) -> dict[str, Any]:
     """A kill or a join every so many seconds, until nine tenths of the run are over; then the rest, and the loss."""
     rng, injected, steps = random.Random(f"churn {seed}"), list[Injected](), options.program.config.steps
-    with Fleet(options) as fleet:
+    with options.build() as fleet:
         begin = _begin(fleet, say)
         clock = lambda: max((event["step"] for life in fleet.alive() for event in life.of("step")[-1:]), default=0)
         ends = lambda: any(life.of("end") for life in fleet.lives)
@@ -64,7 +64,7 @@ def churn(options: Options, every: float, least: int, seed: int, say: Say) -> di
 
 def undisturbed(options: Options, say: Say) -> dict[str, Any]:
     """A run to its last step in which nothing happens."""
-    with Fleet(options) as fleet:
+    with options.build() as fleet:
         begin, steps = _begin(fleet, say), options.program.config.steps
         over = fleet.wait_until(lambda: not fleet.alive(), STARTING_SECONDS + 3 * steps * options.step_seconds)
         return {"fault": "undisturbed", "ended": over, **_end(fleet, [], None, begin, say)}
