@@ -9,7 +9,7 @@ sleeps for the rest. The island trains until a file `stop` is in its folder, and
     join       it has torchft's manager, and trains
     apply      seconds that the training loop spent in torchft for one round: quorum, all-reduce, commit
     round      number, members (how many islands are in it), digest of the global model after it; own: this island is
-               in it, else it was healed with it
+               in it, else it was healed with it, and has discarded so many steps of its own
     excluded   a round that torchft did not commit: the fragment goes back to its last global values
     step       step is the number of steps taken and of steps thrown away, so these show as a jump
     restart    torchft raised an error
@@ -129,8 +129,9 @@ class Island(Peer):
         self.waited += engine
         time.sleep(max(0.0, self.pace - (end - begin - engine)))
         if manager.healed:
+            before = self.discarded
             self.discard(*range(len(self.fragments)))
-            self.tell_round(manager, diloco, own=False)
+            self.tell_round(manager, diloco, own=False, discarded=self.discarded - before)
         if manager.committed is not None:
             self.tell_outcome(manager, diloco)
         seconds = time.perf_counter() - begin
@@ -151,10 +152,10 @@ class Island(Peer):
             self.write("excluded", fragment=fragment, round=number)
         self.waited, self.since_round = 0.0, 0
 
-    def tell_round(self, manager: Witness, diloco: DiLoCo, *, own: bool) -> None:
+    def tell_round(self, manager: Witness, diloco: DiLoCo, *, own: bool, discarded: int = 0) -> None:
         number, received = self.first_round + manager.current_step(), received_bytes() - self.received
-        about = {"digest": digest(diloco), "own": own, "members": manager.num_participants()}
-        self.write("round", number=number, **about, bytes_received=received)
+        about = {"members": manager.num_participants(), "bytes_received": received, "discarded": discarded}
+        self.write("round", number=number, digest=digest(diloco), own=own, **about)
 
     def discard(self, *fragments: int) -> None:
         """Counts the steps of fragments that are set back, as a part of the whole model's."""
