@@ -114,7 +114,6 @@ class Island(Peer):
             self.write("join")
             while not (self.folder / STOP_FILE).exists():
                 self.paced_step(manager, diloco)
-        manager.shutdown(wait=False)
 
     def paced_step(self, manager: Witness, diloco: DiLoCo) -> None:
         """One inner step, and what torchft does at it."""
@@ -236,4 +235,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # torchft's servers keep threads
+    os._exit(code)  # torchft's servers keep threads, and its shutdown was seen to hang
