@@ -6,13 +6,11 @@ result that the host will want, whether all was finite, is left in a tensor.
     encode_difference(codec, anchor, thetas, payload, finite)     2 launches, whatever the number of tensors
     weighted_mean(codec, bodies, weights, out)                    3 launches, whatever the number of payloads
     outer_step_and_mix(anchor, mean, velocity, thetas, ...)       1 launch
+    merged_outer_step_and_mix(codec, bodies, weights, anchor, velocity, thetas, ...)      3 launches: both in one
 
 `encodes` and `decodes` say for which codecs, and `available` on which devices: those of Triton, and the CPU when
 Triton's interpreter is on (TRITON_INTERPRET=1 before it is imported), which is how the bits are tested without a GPU.
 Importing this module needs no Triton. Without it, PyTorch does the work.
-
-Tensors whose addresses a kernel needs are listed in a table in device memory. It is made once for the same list:
-weights stay where they are, so in training this is a look-up.
 """
 
 from __future__ import annotations
@@ -22,18 +20,17 @@ import importlib.util
 import logging
 import math
 import os
-import struct
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from isles.wire.device_tables import KINDS, ROW, ROWS, table_of_payloads, table_of_tensors
 from isles.wire.device_traffic import Traffic, count, counted_interpreter, counting
-from isles.wire.packing import Array, largest_scale
+from isles.wire.packing import largest_scale
 
 if TYPE_CHECKING:
     from isles.wire.codec import Codec
@@ -49,20 +46,15 @@ __all__ = [
     "fits",
     "interpreted",
     "merge",
+    "merged_outer_step_and_mix",
     "outer_step_and_mix",
     "weighted_mean",
 ]
 logger = logging.getLogger("isles")
-ROW, ROWS = 128, 16
-"""Values in a row, and rows in a tile: what one program works on."""
 LIMITS = {"e3m0": 1, "int8": 127, "int4": 7, "bf16": 0}
 """Codecs that have kernels, with the largest value in units of the scale; bf16 has no scale."""
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-TABLES = 1024
-"""So many are remembered."""
-
-_tables: OrderedDict[tuple[Any, ...], tuple[Tensor, ...]] = OrderedDict()
-_lock = threading.RLock()
+_interpreter = threading.Lock()
+"""It keeps what it is doing in global variables."""
 
 
 # ---- where, and for which codecs
@@ -136,7 +128,7 @@ def encode_difference(codec: Codec, anchor: Tensor, thetas: Sequence[Tensor], pa
     finite.fill_(1)
     count(1, written=4)
     if anchor.numel():
-        table, ranges = _places(thetas, anchor)
+        table, ranges = table_of_tensors(thetas, anchor)
         rows = _rows_of(codec)
         arguments = (anchor, table, ranges, payload, finite, anchor.numel())
         _launch("encode_difference", anchor, *arguments, LARGEST_SCALE=largest_scale(max(rows["LIMIT"], 1)), **rows)
@@ -150,19 +142,14 @@ def weighted_mean(
     factors: Sequence[float] | None = None,
 ) -> None:
     """The mean of payloads in fp32, added up in the given order, as `isles.wire.reduction.weighted_mean` does it."""
-    from isles.wire.reduction import multipliers
-
-    parts, total = multipliers(weights, factors)
-    present = [(body, part) for body, part in zip(bodies, parts, strict=True) if part > 0]
-    if not present:
+    payloads = _payloads(codec, bodies, weights, factors, out)
+    if payloads is None:
         out.zero_()
         count(1, written=4 * out.numel())
-        return
-    finite = torch.ones(1, dtype=torch.int32, device=out.device)
-    count(1, written=4)
-    listed = [(body, part, part / total) for body, part in present]
-    _merge(codec, listed, out, finite, "zero", total)
-    _merge(codec, listed, out, finite, "zero", 1.0, repair=True)  # the sum was too large for fp32, the mean is not
+    else:
+        finite = _flag(out.device)
+        _merge(codec, payloads, out, finite, "zero")
+        _merge(codec, payloads._replace(divisor=1.0), out, finite, "zero", column=2)
 
 
 def outer_step_and_mix(
@@ -176,13 +163,62 @@ def outer_step_and_mix(
     alpha: float,
 ) -> None:
     """`OuterSGD.update` and `mix` of `isles.core.outer`, in place, in one pass; theta is several tensors in a row."""
+    rows = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": ROWS}
+    how = _Step(anchor, velocity, thetas, lr, momentum, nesterov, alpha)
+    _outer_step_and_mix(how, mean, anchor, anchor, 0, 1.0, rows)
+
+
+def merged_outer_step_and_mix(
+    codec: Codec,
+    bodies: Sequence[Tensor],
+    weights: Sequence[float],
+    anchor: Tensor,
+    velocity: Tensor | None,
+    thetas: Sequence[Tensor],
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    alpha: float,
+    factors: Sequence[float] | None = None,
+) -> None:
+    """The same with the mean of payloads, which is nowhere in memory: `weighted_mean` and `outer_step_and_mix` in one.
+
+    Payloads are read twice, the first time to see whether their sum is too large for fp32.
+    """
+    payloads = _payloads(codec, bodies, weights, factors, anchor)
+    if payloads is None:
+        raise ValueError("all payloads have weight zero: there is no mean to take an outer step with")
+    finite, how = _flag(anchor.device), _Step(anchor, velocity, thetas, lr, momentum, nesterov, alpha)
+    _merge(codec, payloads, anchor, finite, "zero", store=False)
+    _outer_step_and_mix(how, anchor, payloads.table, finite, payloads.number, payloads.divisor, _rows_of(codec))
+
+
+class _Step(NamedTuple):
+    """What an outer step changes, and how."""
+
+    anchor: Tensor
+    velocity: Tensor | None
+    thetas: Sequence[Tensor]
+    lr: float
+    momentum: float
+    nesterov: bool
+    alpha: float
+
+
+def _outer_step_and_mix(
+    how: _Step, mean: Tensor, bodies: Tensor, finite: Tensor, number: int, divisor: float, rows: dict[str, Any]
+) -> None:
+    anchor, velocity, alpha = how.anchor, how.velocity, how.alpha
     if not anchor.numel():
         return
-    how = "none" if velocity is None else "nesterov" if nesterov else "plain"
-    mixing = "all" if alpha == 0 else "some" if alpha < 1 else "none"
-    numbers = [_fp32(number) for number in (lr, momentum, alpha, 1 - alpha)]
-    arguments = (anchor, mean, anchor if velocity is None else velocity, *_places(thetas, anchor), anchor.numel())
-    _launch("outer_step_and_mix", anchor, *arguments, *numbers, MOMENTUM=how, MIXING=mixing, TILE=ROW * ROWS)
+    modes = {
+        "MOMENTUM": "none" if velocity is None else "nesterov" if how.nesterov else "plain",
+        "MIXING": "all" if alpha == 0 else "some" if alpha < 1 else "none",
+    }
+    vectors = (anchor, mean, anchor if velocity is None else velocity)
+    numbers = [_fp32(number) for number in (divisor, how.lr, how.momentum, alpha, 1 - alpha)]
+    arguments = (*vectors, *table_of_tensors(how.thetas, anchor), bodies, finite, anchor.numel(), number, *numbers)
+    _launch("outer_step_and_mix", anchor, *arguments, **modes, **rows)
 
 
 def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:
@@ -201,33 +237,58 @@ def merge(codec: Codec, body: Tensor, into: Tensor, weight: float, start: float 
     """
     if not decodes(codec, into):
         return None
-    finite = torch.ones(1, dtype=torch.int32, device=into.device)
-    count(1, written=4)
+    finite = _flag(into.device)
     first = "into" if start is None else "nothing" if math.copysign(1, start) < 0 else "zero"
     body = body if _is_stored(codec, body) else body.clone()
-    _merge(codec, [(body, weight, weight)], into, finite, first, divisor)
+    _merge(codec, _listed(codec, [(body, weight, weight)], divisor, into), into, finite, first)
     return bool(finite.item())
+
+
+class _Payloads(NamedTuple):
+    """Payloads that are added up: their table, how many there are, and what the sum is divided by."""
+
+    table: Tensor
+    number: int
+    divisor: float
+
+
+def _payloads(
+    codec: Codec, bodies: Sequence[Tensor], weights: Sequence[float], factors: Sequence[float] | None, like: Tensor
+) -> _Payloads | None:
+    """Those that have a weight. The second one, with divisor 1, is for a sum too large for fp32: the mean is not."""
+    from isles.wire.reduction import multipliers
+
+    parts, total = multipliers(weights, factors)
+    present = [(body, part, part / total) for body, part in zip(bodies, parts, strict=True) if part > 0]
+    return _listed(codec, present, total, like) if present else None
+
+
+def _listed(codec: Codec, bodies: Sequence[tuple[Tensor, float, float]], divisor: float, like: Tensor) -> _Payloads:
+    for body, *_ in bodies:
+        assert (body.device, body.numel()) == (like.device, codec.num_bytes(like.numel()))
+        assert _is_stored(codec, body)
+    return _Payloads(table_of_payloads(bodies, like.device), len(bodies), divisor)
 
 
 def _merge(
     codec: Codec,
-    listed: Sequence[tuple[Tensor, float, float]],
+    payloads: _Payloads,
     into: Tensor,
     finite: Tensor,
     start: str,
-    divisor: float,
-    repair: bool = False,
+    *,
+    column: int = 1,
+    store: bool = True,
 ) -> None:
-    if not into.numel():
-        return
-    numbers = [number for body, *weights in listed for number in (body.data_ptr(), *map(_bits, weights))]
-    for body, *_ in listed:
-        assert (body.device, body.numel()) == (into.device, codec.num_bytes(into.numel()))
-        assert _is_stored(codec, body)
-    (table,) = _table(into.device, ("bodies", *numbers), lambda: [np.array(numbers, np.int64)])
-    modes = {"START": start, "DIVIDE": divisor != 1, "REPAIR": repair}
-    arguments = (table, into, finite, into.numel(), len(listed), _fp32(divisor))
-    _launch("merge", into, *arguments, **modes, **_rows_of(codec))
+    if into.numel():
+        modes = {"START": start, "DIVIDE": payloads.divisor != 1, "STORE": store}
+        arguments = (payloads.table, into, finite, into.numel(), payloads.number, column, _fp32(payloads.divisor))
+        _launch("merge", into, *arguments, **modes, **_rows_of(codec))
+
+
+def _flag(device: torch.device) -> Tensor:
+    count(1, written=4)
+    return torch.ones(1, dtype=torch.int32, device=device)
 
 
 def _rows_of(codec: Codec) -> dict[str, Any]:
@@ -247,55 +308,11 @@ def _launch(name: str, where: Tensor, *arguments: Any, **options: Any) -> None:
     kernel, programs = getattr(triton_kernels, name), -(-where.numel() // (ROW * ROWS))
     count(1)
     if where.device.type == "cpu":
-        with _lock, counted_interpreter():  # it keeps what it is doing in global variables
+        with _interpreter, counted_interpreter():
             kernel[(programs,)](*arguments, **options)
     else:
         with torch.get_device_module(where.device).device(where.device):
             kernel[(programs,)](*arguments, enable_fp_fusion=False, **options)
-
-
-# ---- tables of addresses
-
-
-def _places(tensors: Sequence[Tensor], whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Where tensors are that stand for a vector, one after the other, and which of them meet each tile of it."""
-    assert all(each.is_contiguous() and each.device == whole.device for each in tensors)
-    listed = [(each.data_ptr(), each.numel(), KINDS[each.dtype]) for each in tensors if each.numel()]
-
-    def build() -> list[Array]:
-        sizes = np.array([numel for _, numel, _ in listed], np.int64)
-        ends = np.cumsum(sizes)
-        assert not listed or ends[-1] == whole.numel()
-        kinds = [(address, end - numel, end, kind) for (address, numel, kind), end in zip(listed, ends, strict=True)]
-        tiles = np.arange(0, whole.numel(), ROW * ROWS)
-        begin = np.searchsorted(ends, tiles, side="right")
-        last = np.searchsorted(ends, np.minimum(tiles + ROW * ROWS, whole.numel()) - 1, side="right")
-        ranges = np.stack([begin, last + 1 if listed else last], axis=1)
-        return [np.array(kinds or [(0, 0, 0, 0)], np.int64), ranges.astype(np.int64)]
-
-    table, ranges = _table(whole.device, ("places", whole.numel(), *listed), build)
-    return table, ranges
-
-
-def _table(device: torch.device, content: tuple[Any, ...], build: Callable[[], list[Array]]) -> tuple[Tensor, ...]:
-    """Arrays in device memory, remembered by their content and by the stream that they were copied on."""
-    stream = 0 if device.type == "cpu" else torch.get_device_module(device).current_stream(device).stream_id
-    key = (device, stream, ROWS, *content)
-    with _lock:
-        if key not in _tables:
-            arrays = [torch.from_numpy(array) for array in build()]
-            if device.type != "cpu":  # from pinned memory, so that the host does not wait
-                arrays = [array.pin_memory().to(device, non_blocking=True) for array in arrays]
-            _tables[key] = tuple(arrays)
-            if len(_tables) > TABLES:
-                _tables.popitem(last=False)
-        _tables.move_to_end(key)
-        return _tables[key]
-
-
-def _bits(number: float) -> int:
-    """Of the nearest fp32 number."""
-    return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 def _fp32(number: float) -> float:

@@ -6,8 +6,10 @@ the CPU: the parts have the same names here and there. A program, in Triton's se
 second, high. The kernels, the same for all codecs:
 
     encode_difference(anchor, thetas, payload, finite)        payload of anchor - theta
-    merge(bodies, weights, into, finite)                      into = (into + sum of weight * decoded) / divisor
+    merge(bodies, into, finite)                               into = (into + sum of weight * decoded) / divisor
     outer_step_and_mix(anchor, mean, velocity, thetas)        outer step, then theta = alpha theta + (1 - alpha) anchor
+
+The last one takes a mean, or payloads, which it averages in registers.
 
 Theta is several tensors, one after the other, of any of three precisions, at addresses that are read from a table: four
 integers a tensor (address, first value, end, kind), and for each program which tensors meet its tile. No flattened copy
@@ -18,7 +20,7 @@ denormals are kept, and conversions to bf16 are integer arithmetic. `isles.wire.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: SIM102, SIM108 (what is known when a kernel is compiled is an `if` of its own)
+# ruff: noqa: SIM108 (what is known when a kernel is compiled is an `if` of its own)
 
 import triton
 import triton.language as tl
@@ -106,6 +108,13 @@ def _from_code(code, CODEC: tl.constexpr, LIMIT: tl.constexpr):
         return _from_integer(code, LIMIT)
 
 
+@triton.jit
+def _tile(program, ROWS: tl.constexpr):
+    """The rows of a program, and the places of the first halves of them in the vector."""
+    row = program * ROWS + tl.arange(0, ROWS)
+    return row, row[:, None] * ROW + tl.arange(0, HALF)[None, :]
+
+
 # ---- theta: several tensors in a row
 
 
@@ -146,21 +155,46 @@ def _difference(anchor, thetas, begin, end, place, numel):
     return tl.load(anchor + place, mask=place < numel, other=0.0) - theta
 
 
+@triton.jit
+def _move(
+    anchor, direction, velocity, thetas, begin, end, place, numel, rates, MOMENTUM: tl.constexpr, MIXING: tl.constexpr
+):
+    """The outer step at these places, `direction` being the mean, and mixing."""
+    lr, momentum, kept, taken = rates
+    inside = place < numel
+    if MOMENTUM != "none":
+        speed = tl.load(velocity + place, mask=inside, other=0.0) * momentum + direction
+        tl.store(velocity + place, speed, mask=inside)
+        if MOMENTUM == "nesterov":
+            direction = speed * momentum + direction
+        else:
+            direction = speed
+    new = tl.load(anchor + place, mask=inside, other=0.0) - direction * lr
+    tl.store(anchor + place, new, mask=inside)
+    if MIXING != "none":
+        for t in range(begin, end):
+            address, first = tl.load(thetas + 4 * t), tl.load(thetas + 4 * t + 1)
+            kind, here = tl.load(thetas + 4 * t + 3), (place >= first) & (place < tl.load(thetas + 4 * t + 2))
+            if MIXING == "some":
+                theta = _load_theta(address, place - first, here, kind) * kept + new * taken
+            else:
+                theta = new
+            _store_theta(address, place - first, here, kind, theta)
+
+
 # ---- rows
 
 
 @triton.jit
-def _encode_rows(low, high, payload, row, column, numel):
+def _encode_rows(low, high, payload, place, numel):
     """bf16: values without a scale."""
-    place = row[:, None] * ROW + column[None, :]
     stored = payload.to(tl.pointer_type(tl.int16)) + place
     tl.store(stored, _to_bf16(low).to(tl.int16), mask=place < numel)
     tl.store(stored + HALF, _to_bf16(high).to(tl.int16), mask=place + HALF < numel)
 
 
 @triton.jit
-def _decode_rows(payload, row, column, numel):
-    place = row[:, None] * ROW + column[None, :]
+def _decode_rows(payload, place, numel):
     stored = payload.to(tl.pointer_type(tl.int16)) + place
     low = tl.load(stored, mask=place < numel, other=0).to(tl.int32)
     high = tl.load(stored + HALF, mask=place + HALF < numel, other=0).to(tl.int32)
@@ -169,7 +203,7 @@ def _decode_rows(payload, row, column, numel):
 
 @triton.jit
 def _encode_rows_scaled(
-    low, high, largest, payload, row, column, numel,
+    low, high, largest, payload, row, numel,
     CODEC: tl.constexpr, LIMIT: tl.constexpr, LARGEST_SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     exists, start = row * ROW < numel, payload + row * WIDTH
@@ -180,7 +214,7 @@ def _encode_rows_scaled(
     scale = tl.where(code > 0, _from_bf16(code), 1.0)[:, None]
     low = _to_code(tl.div_rn(low, scale), CODEC, LIMIT)
     high = _to_code(tl.div_rn(high, scale), CODEC, LIMIT)
-    stored, exists = start[:, None] + 2 + column[None, :], exists[:, None]
+    stored, exists = start[:, None] + 2 + tl.arange(0, HALF)[None, :], exists[:, None]
     if WIDTH < ROW:  # two codes in a byte
         tl.store(stored, ((low & 15) | (high << 4)).to(tl.uint8), mask=exists)
     else:
@@ -189,17 +223,40 @@ def _encode_rows_scaled(
 
 
 @triton.jit
-def _decode_rows_scaled(payload, row, column, numel, CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr):
+def _decode_rows_scaled(payload, row, numel, CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr):
     exists, start = row * ROW < numel, payload + row * WIDTH
     code = tl.load(start, mask=exists, other=0).to(tl.int32)
     scale = _from_bf16(code | (tl.load(start + 1, mask=exists, other=0).to(tl.int32) << 8))[:, None]
-    stored, exists = start[:, None] + 2 + column[None, :], exists[:, None]
+    stored, exists = start[:, None] + 2 + tl.arange(0, HALF)[None, :], exists[:, None]
     low = tl.load(stored, mask=exists, other=0).to(tl.int32)
     if WIDTH < ROW:
         high = low >> 4
     else:
         high = tl.load(stored + HALF, mask=exists, other=0).to(tl.int32)
     return _from_code(low, CODEC, LIMIT) * scale, _from_code(high, CODEC, LIMIT) * scale
+
+
+@triton.jit
+def _add_rows(
+    low, high, bodies, count, column, row, place, numel, FRESH: tl.constexpr,
+    CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """low, high + weight * decoded, payload by payload in their order; every operation is rounded by itself.
+
+    `bodies` has three integers a payload: its address, and the bits of two weights, of which `column` chooses one.
+    """
+    for m in range(0, count):
+        payload = tl.load(bodies + 3 * m).to(tl.pointer_type(tl.uint8))
+        weight = _float_of(tl.load(bodies + 3 * m + column).to(tl.int32))
+        if LIMIT > 0:
+            one, two = _decode_rows_scaled(payload, row, numel, CODEC, LIMIT, WIDTH)
+        else:
+            one, two = _decode_rows(payload, place, numel)
+        if FRESH:  # one payload: the value itself, with the sign of a zero
+            low, high = one * weight, two * weight
+        else:
+            low, high = low + one * weight, high + two * weight
+    return low, high
 
 
 # ---- kernels
@@ -212,93 +269,72 @@ def encode_difference(
 ):  # fmt: skip
     """Writes the payload of anchor - theta; sets `finite` to 0 where a value is not. A limit means a scale."""
     program = tl.program_id(0).to(tl.int64)
+    row, place = _tile(program, ROWS)
     begin, end = tl.load(ranges + 2 * program), tl.load(ranges + 2 * program + 1)
-    row, column = program * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF)
-    place = row[:, None] * ROW + column[None, :]
     low = _difference(anchor, thetas, begin, end, place, numel)
     high = _difference(anchor, thetas, begin, end, place + HALF, numel)
     largest = tl.max(tl.maximum(_magnitude_of(low), _magnitude_of(high)), axis=1)
     if LIMIT > 0:
-        _encode_rows_scaled(low, high, largest, payload, row, column, numel, CODEC, LIMIT, LARGEST_SCALE, WIDTH)
+        _encode_rows_scaled(low, high, largest, payload, row, numel, CODEC, LIMIT, LARGEST_SCALE, WIDTH)
     else:
-        _encode_rows(low, high, payload, row, column, numel)
+        _encode_rows(low, high, payload, place, numel)
     tl.atomic_and(finite, 0, mask=tl.max(largest, axis=0) >= INFINITY)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "column"])
 def merge(
-    bodies, into, finite, numel, count, divisor,
-    START: tl.constexpr, DIVIDE: tl.constexpr, REPAIR: tl.constexpr,
+    bodies, into, finite, numel, count, column, divisor,
+    START: tl.constexpr, DIVIDE: tl.constexpr, STORE: tl.constexpr,
     CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """into = (start + weight * decoded + weight * decoded ...) / divisor; sets `finite` to 0 where a value is not.
 
-    Start is "into", what is there; "zero"; or "nothing", which keeps the sign of a decoded zero. `bodies` has three
-    integers a payload: its address, the bits of its weight, and those of the weight with which the sum is repeated
-    (`REPAIR`) if the first time something was not finite.
+    Start is "into", what is there; "zero"; or "nothing", which keeps the sign of a decoded zero. With the second weight
+    of the table (column 2) it repairs: nothing is done if all was finite before. Without STORE, only `finite` is found.
     """
-    if REPAIR:
-        if tl.load(finite) != 0:
-            return
-    program = tl.program_id(0).to(tl.int64)
-    row, column = program * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF)
-    place = row[:, None] * ROW + column[None, :]
+    if column == 2 and tl.load(finite) != 0:
+        return
+    row, place = _tile(tl.program_id(0).to(tl.int64), ROWS)
+    low = tl.zeros_like(place).to(tl.float32)
+    high = low
     if START == "into":
         low = tl.load(into + place, mask=place < numel, other=0.0)
         high = tl.load(into + place + HALF, mask=place + HALF < numel, other=0.0)
-    else:
-        low = tl.zeros_like(place).to(tl.float32)
-        high = low
-    for m in range(0, count):
-        payload = tl.load(bodies + 3 * m).to(tl.pointer_type(tl.uint8))
-        weight = _float_of(tl.load(bodies + 3 * m + (2 if REPAIR else 1)).to(tl.int32))
-        if LIMIT > 0:
-            one, two = _decode_rows_scaled(payload, row, column, numel, CODEC, LIMIT, WIDTH)
-        else:
-            one, two = _decode_rows(payload, row, column, numel)
-        if START == "nothing":
-            low, high = one * weight, two * weight
-        else:
-            low, high = low + one * weight, high + two * weight
+    fresh: tl.constexpr = START == "nothing"
+    low, high = _add_rows(low, high, bodies, count, column, row, place, numel, fresh, CODEC, LIMIT, WIDTH)
     if DIVIDE:
         low, high = tl.div_rn(low, divisor), tl.div_rn(high, divisor)
-    tl.store(into + place, low, mask=place < numel)
-    tl.store(into + place + HALF, high, mask=place + HALF < numel)
-    if not REPAIR:
-        largest = tl.where(place < numel, _magnitude_of(low), 0)
-        largest = tl.maximum(largest, tl.where(place + HALF < numel, _magnitude_of(high), 0))
-        tl.atomic_and(finite, 0, mask=tl.max(tl.max(largest, axis=1), axis=0) >= INFINITY)
+    if STORE:
+        tl.store(into + place, low, mask=place < numel)
+        tl.store(into + place + HALF, high, mask=place + HALF < numel)
+    largest = tl.where(place < numel, _magnitude_of(low), 0)
+    largest = tl.maximum(largest, tl.where(place + HALF < numel, _magnitude_of(high), 0))
+    tl.atomic_and(finite, 0, mask=tl.max(tl.max(largest, axis=1), axis=0) >= INFINITY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def outer_step_and_mix(
-    anchor, mean, velocity, thetas, ranges, numel, lr, momentum, kept, taken,
-    MOMENTUM: tl.constexpr, MIXING: tl.constexpr, TILE: tl.constexpr,
+    anchor, mean, velocity, thetas, ranges, bodies, finite, numel, count, divisor, lr, momentum, kept, taken,
+    MOMENTUM: tl.constexpr, MIXING: tl.constexpr,
+    CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The outer step and mixing: `isles.core.outer` has the formulas. Momentum is "none", "plain" or "nesterov".
 
-    Mixing is "none", theta stays; "all", theta = anchor; or "some", theta = kept * theta + taken * anchor.
+    Mixing is "none", theta stays; "all", theta = anchor; or "some", theta = kept * theta + taken * anchor. The mean is
+    read where CODEC is "mean". Otherwise it is that of payloads, and `finite` says with which of their two weights.
     """
     program = tl.program_id(0).to(tl.int64)
-    place = program * TILE + tl.arange(0, TILE)
-    inside = place < numel
-    direction = tl.load(mean + place, mask=inside, other=0.0)
-    if MOMENTUM != "none":
-        speed = tl.load(velocity + place, mask=inside, other=0.0) * momentum + direction
-        tl.store(velocity + place, speed, mask=inside)
-        if MOMENTUM == "nesterov":
-            direction = speed * momentum + direction
-        else:
-            direction = speed
-    new = tl.load(anchor + place, mask=inside, other=0.0) - direction * lr
-    tl.store(anchor + place, new, mask=inside)
-    if MIXING != "none":
-        begin, end = tl.load(ranges + 2 * program), tl.load(ranges + 2 * program + 1)
-        for t in range(begin, end):
-            address, first = tl.load(thetas + 4 * t), tl.load(thetas + 4 * t + 1)
-            kind, here = tl.load(thetas + 4 * t + 3), (place >= first) & (place < tl.load(thetas + 4 * t + 2))
-            if MIXING == "some":
-                theta = _load_theta(address, place - first, here, kind) * kept + new * taken
-            else:
-                theta = new
-            _store_theta(address, place - first, here, kind, theta)
+    row, place = _tile(program, ROWS)
+    begin, end = tl.load(ranges + 2 * program), tl.load(ranges + 2 * program + 1)
+    if CODEC == "mean":
+        low = tl.load(mean + place, mask=place < numel, other=0.0)
+        high = tl.load(mean + place + HALF, mask=place + HALF < numel, other=0.0)
+    else:
+        column = tl.where(tl.load(finite) != 0, 1, 2)
+        divisor = tl.where(column == 1, divisor, 1.0)
+        low = tl.zeros_like(place).to(tl.float32)
+        low, high = _add_rows(low, low, bodies, count, column, row, place, numel, False, CODEC, LIMIT, WIDTH)
+        low, high = tl.div_rn(low, divisor), tl.div_rn(high, divisor)
+    rates = (lr, momentum, kept, taken)
+    _move(anchor, low, velocity, thetas, begin, end, place, numel, rates, MOMENTUM, MIXING)
+    _move(anchor, high, velocity, thetas, begin, end, place + HALF, numel, rates, MOMENTUM, MIXING)
