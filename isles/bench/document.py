@@ -27,8 +27,8 @@ machine that does other things at the same time makes single times longer, and r
 Speed of one thread on {values:,} values, as a fraction of `copy_` of the same fp32 bytes into memory that exists: 1 is
 as fast as memory can be copied. *encode, into* writes to a payload that exists, *encode* to a new one, which also pays
 for fresh pages of memory; *accumulate* decodes a payload and adds it to a sum, with a weight; *decode* makes a new
-vector. Kernels are compiled by numba, one pass over memory (`isles/wire/kernels.py`); without numba, and on a GPU,
-PyTorch does the same, bit for bit ("e3m0, PyTorch"). fp16, fp8, int2, topk, random-drop and dare have no kernels.
+vector. Kernels are compiled by numba, one pass over memory (`isles/wire/kernels.py`); without numba PyTorch does the
+same, bit for bit ("e3m0, PyTorch"). fp16, fp8, int2, topk, random-drop and dare have no kernels.
 
 {codecs}
 
