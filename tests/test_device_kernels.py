@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -89,8 +88,8 @@ def test_codecs_compile(name, target, compiled):
     code, size = compiled("encode_difference", target, LARGEST_SCALE=scale, **rows)
     assert size > 1000
     assert rounds_as_written(code, target)
-    for start, divide, store in (("zero", True, True), ("into", False, True), ("nothing", False, True)):
-        code, size = compiled("merge", target, START=start, DIVIDE=divide, STORE=store, **rows)
+    for start, divide in (("zero", True), ("into", False)):
+        code, size = compiled("merge", target, START=start, DIVIDE=divide, STORE=divide, **rows)
         assert size > 1000
         assert rounds_as_written(code, target)
     code, size = compiled("outer_step_and_mix", target, MOMENTUM="nesterov", MIXING="some", **rows)
@@ -100,11 +99,11 @@ def test_codecs_compile(name, target, compiled):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_outer_steps_compile(target, compiled):
-    for momentum, mixing in product(("none", "plain", "nesterov"), ("none", "all", "some")):
+    for momentum, mixing in (("none", "all"), ("plain", "some"), ("nesterov", "none"), ("nesterov", "some")):
         code, size = compiled("outer_step_and_mix", target, MOMENTUM=momentum, MIXING=mixing, **MEAN)
         assert size > 1000
         assert rounds_as_written(code, target)
-        assert "div" not in re.sub(r"\.(file|loc|ascii|section)\b.*|//.*|;.*", "", code).replace("divisibility", "")
+        assert not re.search(r"\bdiv\.|v_div_", code), "there is nothing to divide"
 
 
 @pytest.mark.parametrize("target", TARGETS)

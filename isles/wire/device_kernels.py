@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.wire.device_tables import KINDS, ROW, ROWS, table_of_payloads, table_of_tensors
+from isles.wire import device_tables
+from isles.wire.device_tables import KINDS, ROW, table_of_payloads, table_of_tensors
 from isles.wire.device_traffic import Traffic, count, counted_interpreter, counting
 from isles.wire.packing import largest_scale
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Traffic",
+    "accumulate",
     "available",
     "counting",
     "decodes",
@@ -163,7 +165,7 @@ def outer_step_and_mix(
     alpha: float,
 ) -> None:
     """`OuterSGD.update` and `mix` of `isles.core.outer`, in place, in one pass; theta is several tensors in a row."""
-    rows = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": ROWS}
+    rows = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": device_tables.ROWS}
     how = _Step(anchor, velocity, thetas, lr, momentum, nesterov, alpha)
     _outer_step_and_mix(how, mean, anchor, anchor, 0, 1.0, rows)
 
@@ -244,6 +246,12 @@ def merge(codec: Codec, body: Tensor, into: Tensor, weight: float, start: float 
     return bool(finite.item())
 
 
+def accumulate(codec: Codec, body: Tensor, into: Tensor, weight: float, *, fresh: bool = False) -> None:
+    """into += weight * decoded, in place; with `fresh`, into = weight * decoded. The host does not wait."""
+    payload = _listed(codec, [(body, weight, weight)], 1.0, into)
+    _merge(codec, payload, into, _flag(into.device), "nothing" if fresh else "into")
+
+
 class _Payloads(NamedTuple):
     """Payloads that are added up: their table, how many there are, and what the sum is divided by."""
 
@@ -293,7 +301,7 @@ def _flag(device: torch.device) -> Tensor:
 
 def _rows_of(codec: Codec) -> dict[str, Any]:
     width = 2 * ROW if codec.kernels == "bf16" else codec.block_bytes
-    return {"CODEC": codec.kernels, "LIMIT": LIMITS[codec.kernels], "WIDTH": width, "ROWS": ROWS}
+    return {"CODEC": codec.kernels, "LIMIT": LIMITS[codec.kernels], "WIDTH": width, "ROWS": device_tables.ROWS}
 
 
 def _is_stored(codec: Codec, payload: Tensor) -> bool:
@@ -305,7 +313,7 @@ def _launch(name: str, where: Tensor, *arguments: Any, **options: Any) -> None:
     """One program for each tile, on the current stream of the device. No fused multiply-add: the CPU has none."""
     from isles.wire import triton_kernels
 
-    kernel, programs = getattr(triton_kernels, name), -(-where.numel() // (ROW * ROWS))
+    kernel, programs = getattr(triton_kernels, name), -(-where.numel() // (ROW * device_tables.ROWS))
     count(1)
     if where.device.type == "cpu":
         with _interpreter, counted_interpreter():
