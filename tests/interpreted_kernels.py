@@ -292,7 +292,7 @@ def test_a_step_needs_a_payload_with_a_weight():
 
 NUMEL = 128 * 48
 PAYLOAD = {"e3m0": 66 / 128, "int4": 66 / 128, "int8": 130 / 128, "bf16": 2.0}
-TABLES = 0.08  # bytes a value, for tables that kernels look addresses up in; a tensor, a tile
+TABLES = 0.15  # bytes a value at the most, for tables in which every tile looks addresses up
 
 
 def bytes_a_value(action, *arguments):
@@ -373,6 +373,6 @@ def test_the_doctor_finds_other_bits(broken, monkeypatch):
 def test_kernels_are_measured(capsys):
     assert main(["bench", "device", "--quick", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["device"]
-    assert result["rows"]["e3m0: encode"]["bytes_a_value"] == pytest.approx(8 + 66 / 128, abs=0.01)
+    assert result["rows"]["e3m0: encode"]["bytes_a_value"] == 8 + codecs["e3m0"].num_bytes(5000) / 5000
     assert len(result["rows"]) == 4 * len(device.LIMITS)
     assert all(row["seconds"] > 0 and row["against_copy"] > 0 for row in result["rows"].values())

@@ -102,8 +102,8 @@ def _device_codec(codec: Codec, device: torch.device) -> bool:
 def _device_outer(device: torch.device) -> bool:
     anchor, velocity, alpha = values(3), values(4), 0.3
     thetas = [part.to(kind) for part, kind in zip(values(11).clamp(-6e4, 6e4).split(LENGTHS), _KINDS, strict=True)]
-    there = [tensor.to(device) for tensor in (anchor, velocity)]
-    mixed = [tensor.to(device) for tensor in thetas]
+    there = [tensor.to(device, copy=True) for tensor in (anchor, velocity)]
+    mixed = [tensor.to(device, copy=True) for tensor in thetas]
     device_kernels.outer_step_and_mix(there[0], values(5).to(device), there[1], mixed, 0.4, 0.9, True, alpha)
     with without_kernels():
         OuterSGD(momentum=True, nesterov=True).update(anchor, values(5), velocity, 0.4, 0.9)
