@@ -36,6 +36,7 @@ TYPES = {
 MEAN = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": 16}
 
 
+@pytest.mark.timeout(1200)  # half a minute of a core, which a busy machine may not have at once
 def test_interpreted_kernels_have_the_bits_of_the_cpu():
     file = Path(__file__).with_name("interpreted_kernels.py")
     command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", str(file)]

@@ -1,7 +1,8 @@
 """Tensors in front, the kernels of `isles.wire.triton_kernels` behind: codecs and the outer step on an accelerator.
 
-It is for devices what `isles.wire.fused` is for the CPU, and gives the same bits. Nothing here waits for the device: a
-result that the host will want, whether all was finite, is left in a tensor.
+It is for devices what `isles.wire.fused` is for the CPU, and gives the same bits. The host does not wait for the
+device: whether all was finite, which it will want to know, is left in a tensor. (Only `encode` and `merge` wait, with
+which codecs do what they do on a CPU.)
 
     encode_difference(codec, anchor, thetas, payload, finite)     2 launches, whatever the number of tensors
     weighted_mean(codec, bodies, weights, out)                    3 launches, whatever the number of payloads
@@ -89,12 +90,8 @@ def fits(thetas: Sequence[Tensor], anchor: Tensor) -> bool:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU."""
-    if not _has_triton():
-        return False
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+    """Whether kernels run in Triton's interpreter, on the CPU. (Triton itself takes a second to import.)"""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y") and _has_triton()
 
 
 @functools.cache
