@@ -25,6 +25,7 @@ from isles.core.arguments import (
     optimizers_in_use,
     unwrap_optimizer,
 )
+from isles.core.device import refuse_capture
 from isles.core.elastic import Elastic, check_elastic
 from isles.core.fragments import cut, trainable_parameters
 from isles.core.handshake import Handshake
@@ -123,11 +124,7 @@ class DiLoCo:
         if self._paused:
             return
         begin = time.perf_counter()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "optimizer.step() is being captured into a CUDA graph, which would never call isles again: capture "
-                "forward and backward only, and call optimizer.step() outside the graph"
-            )
+        refuse_capture()
         if self._showing_global:
             raise RuntimeError(
                 "optimizer.step() inside global_model(): the model holds the global weights there, train outside"
@@ -146,6 +143,7 @@ class DiLoCo:
         """What is due after this step."""
         self.step_count += 1
         self._rounds.step, self._finished = self.step_count, False
+        self._rounds.recover()
         self._advance(self._membership.reach(self.clock + 1))
 
     def _advance(self, clock: int) -> None:
@@ -159,10 +157,8 @@ class DiLoCo:
             for due in schedule.applies(self.clock):
                 if not self.fragments[due.fragment].is_empty:
                     rounds.apply(due)
-        if rounds.offload.in_use:
-            rounds.offload.write_back()
-            coming = (*schedule.sends(self.clock + 1), *schedule.applies(self.clock + 1))
-            rounds.offload.prefetch(due.fragment for due in coming)
+        if rounds.looks_ahead:
+            rounds.look_ahead(schedule.sends(self.clock + 1), schedule.applies(self.clock + 1))
 
     def _all_or_nothing(self, exchange: Callable[[], None]) -> None:
         """A Ctrl-C in the midst of an exchange leaves an island that has done a part of what the others do. It must not
