@@ -35,6 +35,7 @@ RUBBISH = 0xA5
 Clock = dict[int, int]
 """How many operations of each stream have come before."""
 NEVER = (0, 0)
+FROM_HOST = "copy_ to the device"
 
 
 class Violation(RuntimeError):
@@ -49,6 +50,7 @@ class Memory:
     num_bytes: int
     write: tuple[int, int] = NEVER
     reads: Clock = field(default_factory=dict)
+    is_watched: bool = False
     known_to: set[int] = field(default_factory=set)
     """Streams that `record_stream` has named."""
 
@@ -67,7 +69,9 @@ class Machine:
         self.to_host: list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]] = []
         """Copies under way: when, where, what."""
         self.from_host: list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]] = []
-        self.live_bytes = self.peak_bytes = self.largest_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
+        self.watching, self.largest_temporary = False, 0
+        """While it watches: the largest memory that was made and not copied from the host."""
         self.loop: int | None = None
         """The thread that must not wait, if there is one now."""
         self.launches = 0
@@ -84,10 +88,10 @@ class Machine:
         storage = data.untyped_storage()
         key = storage._cdata
         if key not in self.memory:
-            made = self.memory[key] = Memory(current_stream().stream_id, storage.nbytes())
+            made = Memory(current_stream().stream_id, storage.nbytes(), is_watched=self.watching)
+            self.memory[key] = made
             self.live_bytes += made.num_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            self.largest_bytes = max(self.largest_bytes, made.num_bytes)
             weakref.finalize(storage, self._free, key)
         return self.memory[key]
 
@@ -123,6 +127,8 @@ class Machine:
         for memory in read:
             memory.reads[number] = stamp[1]
         for memory in written:
+            if memory.write == NEVER and memory.is_watched and name != FROM_HOST:
+                self.largest_temporary = max(self.largest_temporary, memory.num_bytes)
             memory.write, memory.reads = stamp, {}
         self.launches += 1
         return stamp
@@ -329,7 +335,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         machine.run("copy_", [source.data_inside], [target.data_inside])
         target.data_inside.copy_(source.data_inside)
     elif isinstance(target, PretendTensor):
-        stamp = machine.run("copy_ to the device", [], [target.data_inside])
+        stamp = machine.run(FROM_HOST, [], [target.data_inside])
         arriving = machine.copies_of(machine.to_host, source)  # of an earlier copy to the same memory
         target.data_inside.copy_(arriving[-1][2] if arriving else source)
         if non_blocking and is_pinned(source):

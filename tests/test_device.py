@@ -4,6 +4,7 @@ host never waits for the device in the loop. Every wait between streams that is 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import isles
 from isles.core import device as devices
+from isles.core import island
 from isles.core.offload import Offload
 from isles.core.state import OuterState
 from tests import pretend, processes
@@ -50,8 +52,10 @@ def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().float().cpu().flatten() for parameter in model.parameters()])
 
 
-def train(rank, world, method, on_device, steps=STEPS, watch=None, dtype=torch.float32, **options):
-    """Weights after the last step and after finish(), and anchors. `watch` is called after every step."""
+def train(rank, world, method, on_device, steps=STEPS, watch=None, dtype=torch.float32, *, guarded=True, **options):
+    """Weights after the last step, anchors, weights after finish(), and statistics. `watch` is called after every step.
+    `guarded`: nobody waits for the device in the loop.
+    """
     model = stack(dtype=dtype)
     rows = [torch.randn(4, 20, generator=torch.Generator().manual_seed(100 * rank + step)) for step in range(steps)]
     rows = [each.to(dtype) for each in rows]
@@ -69,10 +73,7 @@ def train(rank, world, method, on_device, steps=STEPS, watch=None, dtype=torch.f
             if watch is not None:
                 watch(step + 1, model, diloco)
 
-    if on_device:
-        with pretend.no_waiting():
-            loop()
-    else:
+    with pretend.no_waiting() if on_device and guarded else contextlib.nullcontext():
         loop()
     trained = weights_of(model)
     anchors = torch.cat([anchor.cpu() for anchor in diloco._rounds.anchors()])
@@ -184,6 +185,146 @@ def test_what_is_written_back_is_there_when_it_is_read(tmp_path):
     assert processes.values(offloaded, 1, tmp_path, "until it is at home") == [["rubbish"]]
     (outcome,) = processes.run(offloaded, 1, tmp_path, "before it is written back")
     assert "without having waited for it" in outcome.message
+
+
+# ---- weights that are not finite
+
+
+def astray(rank, name, outer_device):
+    """Island 1 has a NaN in its weights after step 12. Returns who was finite after each step, and the end."""
+    pretend.install()
+    seen = []
+
+    def watch(step, model, diloco):
+        if rank == 1 and step == 12:
+            model[0].linear.weight.data[3].fill_(torch.nan)
+        seen.append(torch.stack([torch.isfinite(p).all() for p in model.parameters()]).all())
+
+    # To reset weights the host looks at all of them, once: outside what must not wait.
+    final = train(rank, isles.TorchWorld(), METHODS[name], True, 40, watch, guarded=False, outer_device=outer_device)
+    return [bool(each) for each in seen], final[2], final[3].nonfinite_rounds, final[1], pretend.settled()
+
+
+@pytest.mark.parametrize(("name", "outer_device"), [("streaming", None), ("eager", None), ("feedback", "cpu")])
+def test_an_island_whose_weights_are_not_finite_harms_nobody_and_comes_back(name, outer_device, tmp_path):
+    (well, ill) = processes.values(astray, 2, tmp_path, name, outer_device)
+    assert all(well[0])
+    assert not all(ill[0])
+    period = METHODS[name].sync_every
+    assert all(ill[0][12 + 2 * period :]), "it was reset within two periods"
+    assert (well[2], ill[2] > 0) == (0, True)
+    assert torch.isfinite(well[1]).all()
+    assert torch.equal(well[1], ill[1])
+    assert well[4] == ill[4] == []
+
+
+# ---- islands of several ranks
+
+
+def as_ranks(rank, name, spoil):
+    """A rank of two islands of two: it holds some layers of the model, as a rank of a sharded model does."""
+    pretend.install()
+    ranks = [rank // 2 * 2, rank // 2 * 2 + 1]
+
+    def island_of(model, named):
+        groups = [island._group_of(ranks) for _ in range(2)]
+        return island.Island(ranks, groups[0], {}, beside=groups[1])
+
+    island.Island.of = staticmethod(island_of)
+    peers = [rank % 2, rank % 2 + 2]
+
+    def watch(step, model, diloco):
+        if spoil and rank == 3 and step == 12:
+            model[0].linear.weight.data[3].fill_(torch.nan)
+
+    results = []
+    for on_device in (False, True):
+        options = {"watch": watch, "guarded": not spoil}
+        results.append(train(rank, isles.TorchWorld(peers), METHODS[name], on_device, 40, **options))
+    host, device = results
+    differs = not all(torch.equal(one, two) for one, two in zip(host[:3], device[:3], strict=True))
+    return differs, host[3].nonfinite_rounds, device[3].nonfinite_rounds, device[2], pretend.settled()
+
+
+@pytest.mark.parametrize("name", ["streaming", "feedback"])
+def test_the_ranks_of_an_island_train_on_devices_as_on_cpus(name, tmp_path):
+    for differs, *rounds, _, wrong in processes.values(as_ranks, 4, tmp_path, name, False):
+        assert not differs
+        assert rounds == [0, 0]
+        assert wrong == []
+
+
+def test_the_ranks_of_an_island_agree_that_one_of_them_is_not_finite(tmp_path):
+    results = processes.values(as_ranks, 4, tmp_path, "streaming", True)
+    for on_host, on_device, _, wrong in (each[1:] for each in results[:2]):
+        assert (on_host, on_device, wrong) == (0, 0, [])
+    for place in (1, 2):
+        assert results[2][place] == results[3][place] > 0, "both ranks sit out the same rounds"
+    for place in (0, 1):
+        assert torch.isfinite(results[place][3]).all()
+        assert torch.equal(results[place][3], results[place + 2][3])
+
+
+# ---- memory
+
+WIDTH, LAYERS = 32, 36
+
+
+def memory(rank, method, outer_device):
+    """Peak bytes of the bare loop, and with isles; the largest temporary of isles, and the largest payload."""
+    pretend.install()
+    devices.LEAST_PIECE = 128
+    machine = pretend.machine
+    model = pretend.on_device(stack(WIDTH, LAYERS))
+    rows = torch.ones(2, WIDTH).to("pretend")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step():
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    machine.peak_bytes = 0
+    step()
+    bare = machine.peak_bytes
+    optimizer.register_step_post_hook(lambda *_: setattr(machine, "watching", True))
+    diloco = isles.DiLoCo(model, optimizer, method, world=isles.TorchWorld(), outer_device=outer_device)
+    optimizer.register_step_post_hook(lambda *_: setattr(machine, "watching", False))
+    machine.peak_bytes = 0
+    with pretend.no_waiting():
+        for _ in range(method.sync_every + 1):
+            step()
+        machine.largest_temporary = 0  # in its first rounds an eager island's own outer gradient is what it applies
+        for _ in range(method.sync_every + 1):
+            step()
+    payload = max(diloco._rounds.codec.num_bytes(fragment.numel) for fragment in diloco.fragments)
+    peak, fragments = machine.peak_bytes, len(diloco.fragments)
+    diloco.finish()
+    return peak / bare, machine.largest_temporary, payload, fragments, pretend.settled()
+
+
+MEMORY = {
+    "streaming, on the host": (isles.Method.streaming(sync_every=24, overlap=2), "cpu", 1.05),
+    "a whole round late, on the host": (isles.Method.distant(sync_every=24, fragments=12), "cpu", 1.05),
+    "eager, on the host": (isles.Method.eager(sync_every=24), "cpu", 1.10),
+    "streaming": (isles.Method.streaming(sync_every=24, overlap=2), None, 1.55),
+    "eager": (isles.Method.eager(sync_every=24), None, 1.60),
+}
+"""And the most that the peak of the device may be, by the peak of the bare loop. A fragment is a twelfth of the model.
+Per value of the fragment that is due there are, on the host: the anchor, 4 bytes of the model's 16 per value, and with
+eager updates velocity and mean, 12; a payload, and temporaries in pieces. On the device anchor and velocity are there
+for all fragments, 8 of 16, and with eager updates a payload for each."""
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_what_the_device_holds_at_the_most(name, tmp_path):
+    method, outer_device, most = MEMORY[name]
+    for ratio, temporary, payload, fragments, wrong in processes.values(memory, 2, tmp_path, method, outer_device):
+        assert fragments == 12
+        assert wrong == []
+        assert temporary <= payload
+        assert ratio <= most, f"{ratio:.3f} of the bare loop"
 
 
 # ---- the device itself

@@ -1,7 +1,7 @@
 """A default process group that has no backend for tensors of the host, as one that was made with "nccl" has none.
 
-What isles exchanges goes over groups of its own, from host memory. Nothing of it, from the first step to the last and in
-checkpoints, may use the default group, which would raise at the end of a long run.
+What isles exchanges goes over groups of its own, from host memory. Nothing of it, in training, in checkpoints and at
+the end, may use the default group: it would raise at the end of a long run.
 """
 
 from __future__ import annotations

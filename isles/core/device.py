@@ -54,7 +54,8 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self.device, self.asynchronous = device, device.type != "cpu"
         self._module: Any = torch.get_device_module(device) if self.asynchronous else None
-        self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
+        make_stream = getattr(self._module, "Stream", None)
+        self._stream: Any = None if make_stream is None else make_stream(device)
 
     @contextmanager
     def use(self) -> Iterator[None]:

@@ -78,7 +78,7 @@ class DiLoCo:
         optimizer = unwrap_optimizer(optimizer)
         check_arguments(model, optimizer, method, weight)
         check_options(world, sync_initial, on_event, outer_optimizer)
-        self._overlap, device = check_overlap(overlap, method), check_device(outer_device)
+        self._overlap, self._outer_device = check_overlap(overlap, method), check_device(outer_device)
         self.model, self.optimizer, self.method, self.weight = model, optimizer, method, float(weight)
         island = Island.of(model, trainable_parameters(model).items())
         self.fragments = cut(model, method, island)
@@ -95,7 +95,7 @@ class DiLoCo:
         try:
             check_apart(self.world, island.ranks)
             check_elastic(self.world, method)
-            options = (self.weight, self.stats, on_event, outer_optimizer, device)
+            options = (self.weight, self.stats, on_event, outer_optimizer, self._outer_device)
             self._rounds = rounds = Rounds(self._replica, own, self.world, *options)
             outer = rounds.torch_outer.describe() if rounds.torch_outer else None
             settings = {"method": method.as_dict(), "outer_optimizer": outer}
@@ -193,11 +193,12 @@ class DiLoCo:
     def global_model(self) -> Iterator[nn.Module]:
         """The model with the outer parameters in it, for evaluation and export; afterwards the island's own are back.
 
-        Buffers are the island's own. With eager updates the outer parameters are this island's view of them.
+        Buffers are the island's own. With `outer_device` the island's own weights are kept there meanwhile. With eager
+        updates the outer parameters are this island's view of them.
         """
         if self._showing_global:
             raise RuntimeError("global_model() inside global_model()")
-        own = [fragment.snapshot() for fragment in self.fragments]
+        own = [fragment.snapshot(self._outer_device) for fragment in self.fragments]
         self._showing_global = True
         try:
             self._show_anchors()

@@ -117,9 +117,9 @@ class Fragment:
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [(tensor.view(-1), part) for tensor, part in zip(tensors, parts, strict=True)]
 
-    def snapshot(self) -> list[Tensor]:
-        """Copies of the parameters as they are, in their own precision."""
-        return [tensor.clone() for tensor in self.tensors()]
+    def snapshot(self, device: torch.device | None = None) -> list[Tensor]:
+        """Copies of the parameters as they are, in their own precision, on this device or on their own."""
+        return [tensor.to(device or tensor.device, copy=True) for tensor in self.tensors()]
 
     def restore(self, snapshot: list[Tensor]) -> None:
         """Puts a snapshot back, bit for bit."""
