@@ -5,6 +5,7 @@ host never waits for the device in the loop. Every wait between streams that is 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ import isles
 from isles.core import device as devices
 from isles.core import island
 from isles.core.offload import Offload
+from isles.core.replica import Replica
 from isles.core.state import OuterState
 from tests import pretend, processes
 
@@ -108,6 +110,75 @@ def test_a_device_trains_as_the_cpu_does_and_the_host_never_waits(name, outer_de
 def test_parameters_of_other_precisions(tmp_path):
     for wrong in processes.values(both, 2, tmp_path, "streaming", torch.bfloat16, {}):
         assert wrong == []
+
+
+def resumed(rank, name, outer_device):
+    """The same with a look at the global model and a checkpoint in the midst of it, rounds in flight included."""
+    pretend.install()
+
+    def watch(step, model, diloco):
+        if step == 17:
+            before = weights_of(model)
+            with diloco.global_model():
+                assert not torch.equal(weights_of(model), before)
+            diloco.load_state_dict(diloco.state_dict())
+            assert torch.equal(weights_of(model), before)
+
+    results = []
+    for on_device in (False, True):
+        options = {"watch": watch, "guarded": False, "outer_device": outer_device}
+        results.append(train(rank, isles.TorchWorld(), METHODS[name], on_device, 40, **options))
+    straight = train(rank, isles.TorchWorld(), METHODS[name], False, 40)
+    same = [all(torch.equal(one, two) for one, two in zip(each[:3], straight[:3], strict=True)) for each in results]
+    return same, pretend.settled()
+
+
+@pytest.mark.parametrize("outer_device", [None, "cpu"])
+@pytest.mark.parametrize("name", ["streaming", "eager", "feedback"])
+def test_a_checkpoint_on_a_device_goes_on_as_if_there_were_none(name, outer_device, tmp_path):
+    for same, wrong in processes.values(resumed, 2, tmp_path, name, outer_device):
+        assert same == [True, True]
+        assert wrong == []
+
+
+def in_a_store(rank, folder, name, outer_device):
+    pretend.install()
+    results = []
+    for on_device in (False, True):
+        world = isles.StoreWorld(f"{folder}/{on_device}", quorum=2, patience=math.inf)
+        results.append(train(rank, world, METHODS[name], on_device, 40, outer_device=outer_device))
+    host, device = results
+    same = all(torch.equal(one, two) for one, two in zip(host[:3], device[:3], strict=True))
+    return same, pretend.settled()
+
+
+@pytest.mark.parametrize("outer_device", [None, "cpu"])
+@pytest.mark.parametrize("name", ["streaming", "feedback"])
+def test_islands_in_a_store_train_on_devices_as_on_cpus(name, outer_device, tmp_path):
+    for same, wrong in processes.values(in_a_store, 2, tmp_path, str(tmp_path), name, outer_device):
+        assert same
+        assert wrong == []
+
+
+def buffers(rank):
+    """The last good value of a buffer, chosen without asking the host."""
+    device = pretend.install()
+    model = nn.Linear(2, 2)
+    model.register_buffer("mean", torch.tensor([1.0, 2.0]))
+    pretend.on_device(model)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), [], island.Island())
+    with pretend.no_waiting():
+        model.mean.fill_(3.0)
+        replica.remember_buffers()
+        model.mean[1:].fill_(torch.nan)
+        replica.remember_buffers()
+    replica.heal()
+    assert model.mean.device == device
+    return model.mean.cpu().tolist()
+
+
+def test_a_buffer_that_is_not_finite_goes_back_to_its_last_good_value(tmp_path):
+    assert processes.values(buffers, 1, tmp_path) == [[3.0, 3.0]]
 
 
 # ---- every wait is needed
