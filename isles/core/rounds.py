@@ -135,17 +135,21 @@ class Rounds:
         ordinary = not closing and due.round > self._method.dense_rounds
         sent.share = weight / self.total_weight if self._method.update == "eager" and ordinary else 0.0
         sent.here, sent.ready = encoding.here, encoding.ready
-        body = self._recovery.watch(due, sent, encoding) if late else encoding.body
         sent.steps_aside = self._steps_in_background and ordinary
-        then = functools.partial(self._arrive, due, sent) if sent.steps_aside or side.asynchronous else None
-        where = (due.fragment, due.round, self.codec, fragment.numel)
-        encoded = None if sits_out else body
-        sent.payload = Payload(*where, weight, encoded, self.step, sent.steps, closing, then=then)
-        if sent.steps_aside:
-            self.offload.write(due.fragment)  # another thread takes it from there
-        sent.handle = self._world.start(sent.payload)
+        body = self._recovery.watch(due, sent, encoding) if late else encoding.body
+        self._start(due, sent, weight, None if sits_out else body)
         state.rounds[due.round], state.sent_step, self._uncounted[due.fragment] = sent, self.step, 0
         self._count_send(due, sent, time.perf_counter() - begin)
+
+    def _start(self, due: Due, sent: Sent, weight: float, body: Tensor | Callable[[], Tensor | None] | None) -> None:
+        """Hands a payload to the world."""
+        index, on_device = due.fragment, self._sides[due.fragment].asynchronous
+        then = functools.partial(self._arrive, due, sent) if sent.steps_aside or on_device else None
+        where = (index, due.round, self.codec, self.fragments[index].numel)
+        sent.payload = Payload(*where, weight, body, self.step, sent.steps, sent.closing, then=then)
+        if sent.steps_aside:
+            self.offload.write(index)  # another thread reads it where it is kept
+        sent.handle = self._world.start(sent.payload)
 
     @property
     def _feedback(self) -> tuple[str, ...]:
