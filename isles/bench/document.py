@@ -79,7 +79,7 @@ on the size). *At rest* is what stays between steps: weights and Adam are 3 time
 make it 5, which is the papers' 5/3. With `DiLoCo(..., outer_device="cpu")` the outer state is in host memory and only
 the fragment at work is on the device. *Peak* is the most at any moment, with gradients, activations and temporaries.
 The bare loop is what each rank holds in data-parallel training with `gradient_as_bucket_view=True`; plain DDP has the
-gradients twice. The last column is the peak with codecs in PyTorch, as on a GPU.
+gradients twice. The last column is the peak with codecs in PyTorch.
 
 {memory}
 """

@@ -94,7 +94,8 @@ class Offload:
         home.anchor, home.velocity = stepped
         if self.in_use:
             resident = self._resident.setdefault(fragment, dataclasses.replace(home, residual=None))
-            resident.anchor, resident.velocity = (arriving or Upload(side, home.anchor)).result(), None
+            here = (arriving or Upload(side, home.anchor)).result()
+            resident.anchor, resident.velocity = here if side.asynchronous else here.clone(), None
             self._changed.get(fragment, set()).difference_update(("anchor", "velocity"))
             self._arrives.setdefault(fragment, HAPPENED)
         return old
