@@ -56,16 +56,16 @@ def counted_interpreter() -> Iterator[None]:
         return
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    load, store = builder.create_masked_load, builder.create_masked_store
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
 
     def counted_load(pointers: Any, mask: Any, *rest: Any) -> Any:
-        loaded = load(pointers, mask, *rest)
+        loaded = masked_load(pointers, mask, *rest)
         count(read=int(mask.data.sum()) * loaded.data.itemsize)
         return loaded
 
     def counted_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         count(written=int(mask.data.sum()) * value.data.itemsize)
-        return store(pointers, value, mask, *rest)
+        return masked_store(pointers, value, mask, *rest)
 
     builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
     try:
