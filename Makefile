@@ -14,7 +14,7 @@ install: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "isles needs Python 3.10 or newer; set PYTHON=python3.x")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf,lightning,store,tensorboard]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,gpu,hf,lightning,store,tensorboard]'
 	touch $@
 
 DEMO := --model micro --vocabulary 1024 --steps 1350 --batch-size 8 --sequence-length 128 --threads 1 \

@@ -26,6 +26,7 @@ COMMANDS = {
     "export": ("isles.train.export", "write the global model of a run as safetensors"),
     "sample": ("isles.train.sample_command", "let the global model of a run generate text"),
     "reproduce": ("isles.reproduce.command", "the papers' findings on one machine, claim by claim"),
+    "doctor": ("isles.doctor.command", "what isles finds on this machine, whether it works, what is missing"),
     "bench": ("isles.bench.command", "measure codecs against memcpy, and the engine against the bare loop"),
 }
 

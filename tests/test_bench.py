@@ -224,14 +224,15 @@ def test_outer_state_on_the_device_is_anchor_and_momentum(bytes_of, name):
     assert row["peak_bytes"] - bare["peak_bytes"] >= 2 * values
 
 
-@pytest.mark.parametrize("name", ["streaming", "eager"])
-def test_outer_state_on_the_host_leaves_the_fragment_at_work(bytes_of, name):
+@pytest.mark.parametrize(("name", "vectors"), [("streaming", 1), ("eager", 2)])
+def test_outer_state_on_the_host_leaves_the_fragment_at_work(bytes_of, name, vectors):
+    """Of streaming the anchor alone: the outer step is taken on the host. Of eager updates the momentum, too."""
     bare, naive, row = (bytes_of[key] for key in ("bare loop", name, f"{name}, outer state on the host"))
     values, fragment = 4 * row["parameters"], 4 * row["parameters"] // row["fragments"]
     assert row["fragments"] == 12
-    assert naive["rest_bytes"] - row["rest_bytes"] == 2 * values - 2 * fragment
-    assert 2 * fragment <= row["rest_bytes"] - bare["rest_bytes"] <= 3 * fragment
-    assert row["peak_bytes"] - bare["peak_bytes"] <= 6 * fragment
+    assert naive["rest_bytes"] - row["rest_bytes"] == 2 * values - vectors * fragment
+    assert vectors * fragment <= row["rest_bytes"] - bare["rest_bytes"] <= (vectors + 1) * fragment
+    assert row["peak_bytes"] - bare["peak_bytes"] <= 3 * vectors * fragment
 
 
 def test_settings_are_ordered(bytes_of):

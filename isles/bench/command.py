@@ -12,12 +12,25 @@ from typing import Any
 
 import torch
 
-from isles.bench import codecs, document, engine, islands, memory, page, peers, scaling, targets, trainer, watched
+from isles.bench import (
+    codecs,
+    device,
+    document,
+    engine,
+    islands,
+    memory,
+    page,
+    peers,
+    scaling,
+    targets,
+    trainer,
+    watched,
+)
 from isles.bench.engine import Load
 from isles.bench.tables import tables
 
 PARTS = ("codecs", "engine", "islands", "scaling", "memory")
-PEERS, PAGE, TRAINER = "peers", "page", "trainer"
+PEERS, PAGE, TRAINER, DEVICE = "peers", "page", "trainer", "device"
 """Other parts, which need more than isles."""
 
 
@@ -27,6 +40,8 @@ class Sizes:
 
     values: int
     """In the vector that codecs work on."""
+    device_values: int
+    """In that of kernels on an accelerator."""
     repeats: int
     loads: tuple[Load, ...]
     islands_load: Load
@@ -47,6 +62,7 @@ class Sizes:
 
 FULL = Sizes(
     values=10_000_000,
+    device_values=100_000_000,
     repeats=25,
     loads=(
         Load(parameters=1_000_000, rows=256, periods=5, bare_steps=10),
@@ -69,6 +85,7 @@ FULL = Sizes(
 )
 QUICK = Sizes(
     values=100_000,
+    device_values=5_000,
     repeats=3,
     loads=(Load(parameters=50_000, rows=4, periods=2, bare_steps=2),),
     islands_load=Load(parameters=50_000, rows=4, periods=2, bare_steps=2),
@@ -93,8 +110,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="PART",
         help=f"what to measure: {', '.join(PARTS)} (default: all of these, in some ten minutes), {PAGE}: the live page "
-        f"in chromium, {TRAINER}: Hugging Face's, with the callback and without, or {PEERS}: torchft, over the same "
-        "shaped links",
+        f"in chromium, {TRAINER}: Hugging Face's, with the callback and without, {DEVICE}: kernels on an accelerator, "
+        f"or {PEERS}: torchft, over the same shaped links",
     )
     parser.add_argument("--peer", metavar="PYTHON", help="of torchft's environment (benchmarks/README.md), for peers")
     parser.add_argument("--quick", action="store_true", help="everything on a small scale, in seconds: a trial")
@@ -106,7 +123,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints a table for each part as it is done, returns the numbers."""
     parts = args.parts or list(PARTS)
-    known = (*PARTS, PAGE, PEERS, TRAINER)
+    known = (*PARTS, PAGE, PEERS, TRAINER, DEVICE)
     if unknown := [part for part in parts if part not in known]:
         raise ValueError(f"nothing called {unknown[0]!r} to measure: choose from {', '.join(known)}")
     if args.document and set(parts) != set(PARTS):
@@ -116,6 +133,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     peer = peers.check(args.peer) if PEERS in parts else None
     if PAGE in parts:
         page.check()
+    if DEVICE in parts:
+        device.find()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as many cores as the baseline, `copy_`, has
     try:
@@ -136,7 +155,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def measure(parts: list[str], sizes: Sizes) -> dict[str, Any]:
     """The numbers of some parts, and what they say about the targets."""
     result: dict[str, Any] = {"machine": _machine(), "values": sizes.values}
-    for part in (*PARTS, PAGE, TRAINER):
+    for part in (*PARTS, PAGE, TRAINER, DEVICE):
         if part in parts:
             print(f"measuring: {part}", file=sys.stderr, flush=True)
             found = _MEASURES[part](sizes)
@@ -179,6 +198,10 @@ def _trainer(sizes: Sizes) -> dict[str, Any]:
     return {"trainer": trainer.measure(sizes.trainer)}
 
 
+def _device(sizes: Sizes) -> dict[str, Any]:
+    return {"device": device.measure(sizes.device_values, sizes.repeats)}
+
+
 _MEASURES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "codecs": _codecs,
     "engine": _engine,
@@ -187,6 +210,7 @@ _MEASURES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "memory": _memory,
     "page": _page,
     "trainer": _trainer,
+    "device": _device,
 }
 
 

@@ -27,8 +27,8 @@ machine that does other things at the same time makes single times longer, and r
 Speed of one thread on {values:,} values, as a fraction of `copy_` of the same fp32 bytes into memory that exists: 1 is
 as fast as memory can be copied. *encode, into* writes to a payload that exists, *encode* to a new one, which also pays
 for fresh pages of memory; *accumulate* decodes a payload and adds it to a sum, with a weight; *decode* makes a new
-vector. Kernels are compiled by numba, one pass over memory (`isles/wire/kernels.py`); without numba, and on a GPU,
-PyTorch does the same, bit for bit ("e3m0, PyTorch"). fp16, fp8, int2, topk, random-drop and dare have no kernels.
+vector. Kernels are compiled by numba, one pass over memory (`isles/wire/kernels.py`); without numba PyTorch does the
+same, bit for bit ("e3m0, PyTorch"). fp16, fp8, int2, topk, random-drop and dare have no kernels.
 
 {codecs}
 
@@ -79,7 +79,7 @@ on the size). *At rest* is what stays between steps: weights and Adam are 3 time
 make it 5, which is the papers' 5/3. With `DiLoCo(..., outer_device="cpu")` the outer state is in host memory and only
 the fragment at work is on the device. *Peak* is the most at any moment, with gradients, activations and temporaries.
 The bare loop is what each rank holds in data-parallel training with `gradient_as_bucket_view=True`; plain DDP has the
-gradients twice. The last column is the peak with codecs in PyTorch, as on a GPU.
+gradients twice. The last column is the peak with codecs in PyTorch.
 
 {memory}
 """

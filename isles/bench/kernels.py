@@ -1,6 +1,6 @@
 """With and without compiled kernels in one process: codecs run in PyTorch inside `without_kernels`.
 
-That is what runs on a GPU, and on a CPU where there is no numba.
+That is what runs on a CPU where there is no numba. Kernels for accelerators (`isles.wire.device_kernels`) stay.
 """
 
 from __future__ import annotations

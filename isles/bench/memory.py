@@ -6,20 +6,22 @@ loop holds (DDP with `gradient_as_bucket_view=True`; without it, the gradients o
 
 No GPU is needed: the training thread's memory is taken for the device's, and what would be in host memory is not
 counted. That is the offloaded outer state (`outer_device="cpu"`), payloads once they are handed over to the world, and
-everything the world does to average them. The mean comes to the device as a copy.
+everything the world does to average them, with the outer step where it is taken on the host. The mean, or the new
+anchor, comes to the device as a copy. `tests/test_device_order.py` counts the same on a pretend device.
 
     at rest     between two steps: what lives as long as the run, and fragments in flight. The papers count this:
                 weights and two moments of Adam are 3, anchor and outer momentum make it 5: 5/3
     peak        at any moment. Gradients are there too while isles works, in the optimizer's step: without temporaries
                 it would be 6/4 instead of 5/3
 
-Codecs without kernels, which is what runs on a GPU, need more for a moment: that is the last column.
+Codecs without kernels may need more for a moment: that is the last column. (A device without kernels works on vectors
+in pieces, `isles.core.device`, and needs less.)
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +69,7 @@ def _measure(parameters: int, steps: int, method: isles.Method | None, outer_dev
         training.step()  # the optimizer's state is made in the first step
         fragments = 1
         if method is not None:
-            world = _HostWorld(isles.LocalWorld.alone(), ledger)
+            world = _HostWorld(isles.LocalWorld.alone(), ledger, offloaded=outer_device is not None)
             diloco = isles.DiLoCo(training.model, training.optimizer, method, world=world, outer_device=outer_device)
             fragments = len(diloco.fragments)
             for state in diloco._rounds.offload.states if outer_device else ():
@@ -141,10 +143,12 @@ class Ledger(TorchDispatchMode):
 
 
 class _HostWorld:
-    """A world whose work is done in host memory."""
+    """A world whose work is done in host memory. `offloaded`: outer steps are taken there, as a world with threads does
+    it.
+    """
 
-    def __init__(self, world: World, ledger: Ledger) -> None:
-        self._world, self._ledger = world, ledger
+    def __init__(self, world: World, ledger: Ledger, *, offloaded: bool) -> None:
+        self._world, self._ledger, self._offloaded = world, ledger, offloaded
         self.rank, self.gather = world.rank, world.gather
 
     @property
@@ -154,7 +158,10 @@ class _HostWorld:
     def start(self, payload: Payload) -> Handle:
         self._ledger.to_host(payload.body)
         with self._ledger.on_host():
-            return _HostHandle(self._world.start(payload), self._ledger)
+            started = self._world.start(payload)
+        if self._offloaded and payload.then is not None:
+            return _SteppingHandle(started, self._ledger, payload.then)
+        return _HostHandle(started, self._ledger)
 
 
 class _HostHandle:
@@ -166,3 +173,19 @@ class _HostHandle:
         with self._ledger.on_host():
             mean = self._handle.wait()
         return Mean(mean.values.clone(), mean.weights)  # arrives on the device
+
+
+class _SteppingHandle(_HostHandle):
+    """The same of a round whose outer step is taken on the host: the mean stays there."""
+
+    arrived = None
+
+    def __init__(self, handle: Handle, ledger: Ledger, then: Callable[[Mean], None]) -> None:
+        super().__init__(handle, ledger)
+        self._then = then
+
+    def wait(self) -> Mean:
+        with self._ledger.on_host():
+            mean = self._handle.wait()
+            self._then(mean)
+        return mean

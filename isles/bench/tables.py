@@ -52,6 +52,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, Table]:
         "parameters": lambda result: _sizes(result["scaling"]["parameters"]),
         "fragments": lambda result: _fragments(result["scaling"]["fragments"]),
         "memory": _memory, "page": _page, "watched": _watched, "checks": _checks, "peers": _peers, "trainer": _trainer,
+        "device": _device,
     }  # fmt: skip
     there = {**result, **dict.fromkeys(("parameters", "fragments"), result.get("scaling"))}
     there["watched"] = result.get("page")
@@ -66,6 +67,18 @@ def _codecs(result: Mapping[str, Any]) -> Table:
         for name, row in result["codecs"].items()
     ]
     return Table("codecs: speed against copy_ of the same fp32 bytes, one thread", head, rows)
+
+
+def _device(result: Mapping[str, Any]) -> Table:
+    found = result["device"]
+    rows = [
+        (name, _milliseconds(row["seconds"]), f"{row['bytes_a_value']:.2f}", f"{row['against_copy']:.3f}x")
+        for name, row in found["rows"].items()
+    ]
+    speeds = {"copy_ on it": found["copy_bytes_per_second"], **found["host"]}
+    words = ", ".join(f"{name.replace('_', ' ')} {speed / 1e9:.1f} GB/s" for name, speed in speeds.items())
+    title = f"kernels on {found['device']}, {units.count(found['values'])} values; {words}"
+    return Table(title, ("kernel", "time", "bytes a value", "against copy_"), rows)
 
 
 def _engine(result: Mapping[str, Any]) -> Table:

@@ -25,6 +25,7 @@ from isles.core.arguments import (
     optimizers_in_use,
     unwrap_optimizer,
 )
+from isles.core.device import refuse_capture
 from isles.core.elastic import Elastic, check_elastic
 from isles.core.fragments import cut, trainable_parameters
 from isles.core.handshake import Handshake
@@ -77,7 +78,7 @@ class DiLoCo:
         optimizer = unwrap_optimizer(optimizer)
         check_arguments(model, optimizer, method, weight)
         check_options(world, sync_initial, on_event, outer_optimizer)
-        self._overlap, device = check_overlap(overlap, method), check_device(outer_device)
+        self._overlap, self._outer_device = check_overlap(overlap, method), check_device(outer_device)
         self.model, self.optimizer, self.method, self.weight = model, optimizer, method, float(weight)
         island = Island.of(model, trainable_parameters(model).items())
         self.fragments = cut(model, method, island)
@@ -94,7 +95,7 @@ class DiLoCo:
         try:
             check_apart(self.world, island.ranks)
             check_elastic(self.world, method)
-            options = (self.weight, self.stats, on_event, outer_optimizer, device)
+            options = (self.weight, self.stats, on_event, outer_optimizer, self._outer_device)
             self._rounds = rounds = Rounds(self._replica, own, self.world, *options)
             outer = rounds.torch_outer.describe() if rounds.torch_outer else None
             settings = {"method": method.as_dict(), "outer_optimizer": outer}
@@ -123,11 +124,7 @@ class DiLoCo:
         if self._paused:
             return
         begin = time.perf_counter()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "optimizer.step() is being captured into a CUDA graph, which would never call isles again: capture "
-                "forward and backward only, and call optimizer.step() outside the graph"
-            )
+        refuse_capture()
         if self._showing_global:
             raise RuntimeError(
                 "optimizer.step() inside global_model(): the model holds the global weights there, train outside"
@@ -146,6 +143,7 @@ class DiLoCo:
         """What is due after this step."""
         self.step_count += 1
         self._rounds.step, self._finished = self.step_count, False
+        self._rounds.recover()
         self._advance(self._membership.reach(self.clock + 1))
 
     def _advance(self, clock: int) -> None:
@@ -159,10 +157,8 @@ class DiLoCo:
             for due in schedule.applies(self.clock):
                 if not self.fragments[due.fragment].is_empty:
                     rounds.apply(due)
-        if rounds.offload.in_use:
-            rounds.offload.write_back()
-            coming = (*schedule.sends(self.clock + 1), *schedule.applies(self.clock + 1))
-            rounds.offload.prefetch(due.fragment for due in coming)
+        if rounds.looks_ahead:
+            rounds.look_ahead(schedule.sends(self.clock + 1), schedule.applies(self.clock + 1))
 
     def _all_or_nothing(self, exchange: Callable[[], None]) -> None:
         """A Ctrl-C in the midst of an exchange leaves an island that has done a part of what the others do. It must not
@@ -197,11 +193,12 @@ class DiLoCo:
     def global_model(self) -> Iterator[nn.Module]:
         """The model with the outer parameters in it, for evaluation and export; afterwards the island's own are back.
 
-        Buffers are the island's own. With eager updates the outer parameters are this island's view of them.
+        Buffers are the island's own. With `outer_device` the island's own weights are kept there meanwhile. With eager
+        updates the outer parameters are this island's view of them.
         """
         if self._showing_global:
             raise RuntimeError("global_model() inside global_model()")
-        own = [fragment.snapshot() for fragment in self.fragments]
+        own = [fragment.snapshot(self._outer_device) for fragment in self.fragments]
         self._showing_global = True
         try:
             self._show_anchors()

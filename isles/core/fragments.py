@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,19 @@ class Fragment:
         """The island's weights now."""
         return self.flatten(self.tensors())
 
+    def slices(self, places: Iterable[slice]) -> Iterator[Tensor]:
+        """The island's weights at these places, which follow each other, in fp32; maybe in the parameters' memory."""
+        tensors = self.tensors_in_place()
+        rest = [tensor.reshape(-1) for tensor in ([self.read()] if tensors is None else tensors)]
+        for place in places:
+            parts, missing = [], place.stop - place.start
+            while missing:
+                part, rest[0] = rest[0][:missing], rest[0][missing:]
+                parts.append(part.float())
+                missing -= part.numel()
+                rest = rest if rest[0].numel() else rest[1:]
+            yield torch.cat(parts) if len(parts) > 1 else parts[0]
+
     def write(self, flat: Tensor) -> None:
         """Sets the model's parameters, each in its own precision, from a flat fp32 vector."""
         if self.names:
@@ -91,19 +104,22 @@ class Fragment:
         """The tensors of which this vector is made, one after the other; None where ranks share copies out."""
         return None if self._is_shared_out else self.tensors()
 
-    def pairs(self, flat: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+    def pairs(self, flat: Tensor, *, any_precision: bool = False) -> list[tuple[Tensor, Tensor]] | None:
         """Every parameter, as a flat vector, with its part of another vector, to work on in place: one pass less over
-        memory than `read` or `write`. None if that cannot be: other precisions, copies that ranks share out.
+        memory than `read` or `write`. None if that cannot be: other precisions, unless they are asked for, copies that
+        ranks share out.
         """
-        tensors, kind = self.tensors_in_place(), (flat.dtype, flat.device)
-        if tensors is None or not all((t.dtype, t.device) == kind and t.is_contiguous() for t in tensors):
+        tensors = self.tensors_in_place()
+        if tensors is None or not all(t.device == flat.device and t.is_contiguous() for t in tensors):
+            return None
+        if not any_precision and not all(t.dtype is flat.dtype for t in tensors):
             return None
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [(tensor.view(-1), part) for tensor, part in zip(tensors, parts, strict=True)]
 
-    def snapshot(self) -> list[Tensor]:
-        """Copies of the parameters as they are, in their own precision."""
-        return [tensor.clone() for tensor in self.tensors()]
+    def snapshot(self, device: torch.device | None = None) -> list[Tensor]:
+        """Copies of the parameters as they are, in their own precision, on this device or on their own."""
+        return [tensor.to(device or tensor.device, copy=True) for tensor in self.tensors()]
 
     def restore(self, snapshot: list[Tensor]) -> None:
         """Puts a snapshot back, bit for bit."""

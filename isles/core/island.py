@@ -66,8 +66,14 @@ SOLE = Copies()
 class Island:
     """The ranks that train one replica; most often a single one."""
 
-    def __init__(self, ranks: Sequence[int] = (), group: Any = None, copies: Mapping[str, Copies] | None = None):
-        self.ranks, self.size, self.group = list(ranks), max(1, len(ranks)), group
+    def __init__(
+        self,
+        ranks: Sequence[int] = (),
+        group: Any = None,
+        copies: Mapping[str, Copies] | None = None,
+        beside: Any = None,
+    ) -> None:
+        self.ranks, self.size, self.group, self._beside = list(ranks), max(1, len(ranks)), group, beside
         self._copies = copies or {}
 
     @classmethod
@@ -89,31 +95,36 @@ class Island:
         holders = {name: tuple(rank for rank in ranks if held[rank][name] == own[name]) for name in here}
         rank, several = dist.get_rank(), sorted({who for who in holders.values() if len(who) > 1})
         groups = {who: Copies(who.index(rank), len(who), _group_of(who)) for who in several}
-        return cls(ranks, group, {name: groups[who] for name, who in holders.items() if who in groups})
+        copies = {name: groups[who] for name, who in holders.items() if who in groups}
+        return cls(ranks, group, copies, beside=_group_of(ranks))
 
     def copies(self, name: str) -> Copies:
         """Who else holds a parameter."""
         return self._copies.get(name, SOLE)
 
-    def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of these are true on some rank of the island; all its ranks ask at the same time.
+    def any(self, flags: Sequence[bool], *, beside: bool = False) -> list[bool]:
+        """Which of these are true on some rank of the island; all its ranks ask at the same time, in the training loop
+        or, in an order of its own, in a thread `beside` it.
 
         >>> Island().any([True, False])
         [True, False]
         """
-        return [total > 0 for total in self.sum(flags)]
+        return [total > 0 for total in self.sum(flags, beside=beside)]
 
-    def sum(self, counts: Sequence[float]) -> list[float]:
+    def sum(self, counts: Sequence[float], *, beside: bool = False) -> list[float]:
         """Sums over the ranks of the island; all of them ask at the same time."""
         if self.size == 1:
             return list(counts)
         totals = torch.tensor(counts, dtype=torch.float64)
-        self.group.allreduce([totals]).wait()
+        group = self._beside if beside else self.group
+        if group is None:
+            raise RuntimeError("this island is closed")
+        group.allreduce([totals]).wait()
         return totals.tolist()
 
     def close(self) -> None:
         """Gives sockets and threads back."""
-        self.group = None
+        self.group = self._beside = None
         for copies in self._copies.values():
             copies.group = None
 

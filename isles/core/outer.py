@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isles.core.device import pieces
 from isles.core.fragments import Fragment
 from isles.core.method import Method
-from isles.wire import fused
+from isles.wire import device_kernels, fused
 from isles.wire.codec import Codec
 from isles.wire.packing import empty, is_finite, memory_of_all
 
@@ -44,6 +45,8 @@ class OuterSGD:
 
     def __init__(self, *, momentum: bool, nesterov: bool) -> None:
         self.momentum, self.nesterov = momentum, nesterov
+        self.room: Callable[[int, torch.device], Tensor] = empty
+        """Makes memory for so many values; pinned, where a device copies from it."""
         self._spare: dict[int, list[Position]] = defaultdict(list)
         """Used memory, by the number of values: several times as fast as new memory, which the system has to clear."""
 
@@ -57,21 +60,50 @@ class OuterSGD:
 
     def update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None, lr: float, momentum: float) -> None:
         """One outer step: changes `anchor` and `velocity`, leaves `mean` alone."""
+        if not anchor.is_cpu:
+            for place in pieces(anchor.numel()):
+                part = None if velocity is None else velocity[place]
+                self._update(anchor[place], mean[place], part, lr, momentum)
+        elif velocity is None or not (
+            self.nesterov and _run_kernel("nesterov", [anchor, mean, velocity], lr, momentum)
+        ):
+            self._update(anchor, mean, velocity, lr, momentum)
+
+    def _update(self, anchor: Tensor, mean: Tensor, velocity: Tensor | None, lr: float, momentum: float) -> None:
+        """The same in PyTorch."""
         if velocity is None:
             anchor.sub_(mean * lr)
-            return
-        if self.nesterov and _run_kernel("nesterov", [anchor, mean, velocity], lr, momentum):
             return
         velocity.mul_(momentum).add_(mean)
         direction = velocity.mul(momentum).add_(mean) if self.nesterov else velocity
         anchor.sub_(direction * lr)
+
+    def update_and_mix(
+        self,
+        anchor: Tensor,
+        mean: Tensor,
+        velocity: Tensor | None,
+        lr: float,
+        momentum: float,
+        fragment: Fragment,
+        alpha: float,
+    ) -> bool:
+        """The outer step and `mix` in one pass over the memory of a device that has a kernel for it; returns whether it
+        was done.
+        """
+        thetas = None if anchor.is_cpu else fragment.tensors_in_place()
+        if thetas is None or not device_kernels.available(anchor) or not device_kernels.fits(thetas, anchor):
+            return False
+        device_kernels.outer_step_and_mix(anchor, mean, velocity, thetas, lr, momentum, self.nesterov, alpha)
+        return True
 
     def update_aside(
         self, anchor: Tensor, mean: Tensor, velocity: Tensor | None, lr: float, momentum: float
     ) -> Position:
         """The same in other memory, so that it may be done before its time: anchor and velocity after the step."""
         spare, size = self._spare[anchor.numel()], (anchor.numel(), anchor.device)
-        new_anchor, new_velocity = spare.pop() if spare else (empty(*size), empty(*size) if self.momentum else None)
+        room = self.room
+        new_anchor, new_velocity = spare.pop() if spare else (room(*size), room(*size) if self.momentum else None)
         if velocity is not None and new_velocity is not None:
             vectors = [anchor, mean, velocity, new_anchor, new_velocity]
             if self.nesterov and _run_kernel("nesterov_into", vectors, lr, momentum):
@@ -160,11 +192,15 @@ def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:
         tensors = fragment.tensors_in_place()
         if tensors is not None and mix_in_place(tensors, anchor, alpha):
             return
-        if (pairs := fragment.pairs(anchor)) is not None:
-            for theta, part in pairs:
-                theta.mul_(alpha).add_(part * (1 - alpha))
-        else:
+        if (pairs := fragment.pairs(anchor, any_precision=not anchor.is_cpu)) is None:
             fragment.write(fragment.read().mul_(alpha).add_(anchor * (1 - alpha)))
+            return
+        for theta, part in pairs:
+            for place in [slice(None)] if anchor.is_cpu else pieces(part.numel()):
+                if theta.dtype is part.dtype:
+                    theta[place].mul_(alpha).add_(part[place] * (1 - alpha))
+                else:
+                    theta[place].copy_(theta[place].float().mul_(alpha).add_(part[place] * (1 - alpha)))
 
 
 def mix_in_place(thetas: Sequence[Tensor], anchor: Tensor, alpha: float) -> bool:

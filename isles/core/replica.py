@@ -75,9 +75,18 @@ class Replica:
     # ---- recovery from what is not finite
 
     def remember_buffers(self) -> None:
-        """Keeps a copy of the float buffers that are finite, to go back to."""
+        """Keeps a copy of the float buffers that are finite, to go back to. A device chooses for itself: the host does
+        not wait.
+        """
+        if not any(map(torch.is_floating_point, self._model.buffers())):
+            return  # the names of those that a checkpoint holds take a while to find
         for name, buffer in self.buffers().items():
-            if buffer.is_floating_point() and is_finite(buffer):
+            if not buffer.is_floating_point():
+                continue
+            if not buffer.is_cpu and name in self._good_buffers:
+                good = self._good_buffers[name]
+                torch.where(torch.isfinite(buffer).all(), buffer, good, out=good)
+            elif not buffer.is_cpu or is_finite(buffer):
                 self._good_buffers[name] = buffer.clone()
 
     def heal(self) -> None:

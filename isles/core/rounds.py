@@ -27,35 +27,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isles.core.device import Upload, pinned, sides_of
+from isles.core.encoding import Encoder, add_decoded, decoded
 from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.core.offload import Offload
-from isles.core.outer import (
-    MakeOptimizer,
-    OuterSGD,
-    TorchOuter,
-    encoded_outer_gradient,
-    mix,
-    move_along,
-    outer_gradient,
-)
+from isles.core.outer import MakeOptimizer, OuterSGD, TorchOuter, mix, move_along
+from isles.core.recovery import Recovery, say
 from isles.core.replica import Replica
 from isles.core.schedule import Due
 from isles.core.state import OuterState, Sent, load_outer_state, outer_memory, save_outer_state
 from isles.core.stats import Event, Kind, Stats, phase
 from isles.wire.codecs import codecs
-from isles.wire.packing import is_finite
 from isles.wire.world import ElasticWorld, Handle, Mean, Missed, Payload, Snapshot, World, is_elastic
 
-logger = logging.getLogger("isles")
+OUTER = ("anchor", "velocity")
+"""What an outer step changes."""
 CLOSING = 0
 """The number of the round with which `close` ends. Rounds of the schedule have numbers from 1."""
 
@@ -74,17 +68,24 @@ class Rounds:
         make_outer: MakeOptimizer | None,
         outer_device: torch.device | None,
     ) -> None:
-        self.fragments, self._replica, self._island = replica.fragments, replica, replica.island
+        self.fragments, self._replica = replica.fragments, replica
         self._method, self._world, self._weight, self.stats, self._on_event = method, world, weight, stats, on_event
         self._elastic = world if is_elastic(world) else None
         codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
         self.codec = codec.contracting() if method.error_feedback else codec
         self._sgd = OuterSGD.of(method)
         states = [self._new_state(fragment, make_outer is None) for fragment in self.fragments]
-        self.offload = Offload(states, outer_device)
+        self._sides = sides_of([state.anchor.device for state in states])
+        self.offload = Offload(states, outer_device, self._sides)
+        self._encoder = Encoder(self.codec, keep=method.update == "eager")
+        self._recovery = Recovery(replica, self.offload, self._sides)
         self.torch_outer = TorchOuter(make_outer, [state.anchor for state in states]) if make_outer else None
-        on_cpu = outer_device is None and all(state.anchor.is_cpu for state in states)
-        self._steps_in_background = on_cpu and method.update == "fresh" and method.overlap > 0 and make_outer is None
+        on_host = all(state.anchor.is_cpu for state in states)
+        self._steps_in_background = on_host and method.update == "fresh" and method.overlap > 0 and make_outer is None
+        self.looks_ahead = self.offload.in_use or any(side.asynchronous for side in self._sides)
+        """Whether something is to be copied to the device one step before it is needed."""
+        if self.looks_ahead and any(side.asynchronous for side in self._sides):
+            self._sgd.room = lambda numel, device: pinned(numel, torch.float32)
         self.total_weight = weight
         """Of those who took part in the last round."""
         self.step = 0
@@ -110,85 +111,102 @@ class Rounds:
             return
         begin = time.perf_counter()
         self._replica.check_trainable(self.step, self._method.sync_every)
-        fragment, eager = self.fragments[due.fragment], self._method.update == "eager"
-        state = self.offload.take(due.fragment, changing=("residual",))
-        delta, finite = self._outer_gradient(fragment, state, closing)
-        if self._island.any([not finite])[0]:
-            self._recover(due)
+        fragment, side, feedback = self.fragments[due.fragment], self._sides[due.fragment], self._feedback
+        state = self.offload.take(due.fragment, feedback, changing=feedback, aside=True)
+        sent, late = Sent(closing=closing), self._recovery.is_late(due.fragment)
+        if self._elastic and state.residual is not None and not state.was_reset:
+            with side.follow():
+                sent.residual = state.residual.clone()
+        in_flight = self._in_flight(due.fragment, closing)
+        encoding = self._encoder.encode(fragment, state, side, in_flight, feed_back=not state.was_reset)
+        if not late and not encoding.finite:
+            say(self._world.rank, due, self.step)
+            self._recovery.reset([due.fragment], sits_out=True)
             if state.residual is not None:
                 state.residual.zero_()
         elif due.fragment == 0:
             self._replica.remember_buffers()
         sits_out, state.was_reset = state.was_reset, False
-        steps = 0 if sits_out else self._unsent_steps(due.fragment)
-        weight = 0.0 if sits_out or (closing and not steps) else self._weight
+        sent.steps = 0 if sits_out else self._unsent_steps(due.fragment)
+        weight = 0.0 if sits_out or (closing and not sent.steps) else self._weight
         if sits_out:
-            delta = torch.zeros_like(state.anchor)
-            self.stats.nonfinite_rounds += 1
-            self.tell("nonfinite", due)
-        encoded: Tensor | Callable[[], Tensor] = delta
-        if delta.dtype is not torch.uint8:
-            here = eager or state.residual is not None or not delta.is_cpu
-            encoded = self._encode(delta) if here else functools.partial(self._encode, delta)
+            self._sit_out(due)
+            sent.residual = None
         ordinary = not closing and due.round > self._method.dense_rounds
-        sent = Sent(weight / self.total_weight if eager and ordinary else 0.0, closing, steps)
-        in_background = self._steps_in_background and ordinary
-        then = functools.partial(self._step_aside, state, sent, due.round) if in_background else None
-        where = (due.fragment, due.round, self.codec, fragment.numel)
-        sent.payload = Payload(*where, weight, encoded, self.step, steps, closing, then=then)
-        if state.residual is not None and not sits_out:
-            sent.residual = state.residual.clone() if self._elastic else None
-            torch.sub(delta, sent.decoded(delta.device), out=state.residual)
-        sent.handle = self._world.start(sent.payload)
+        sent.share = weight / self.total_weight if self._method.update == "eager" and ordinary else 0.0
+        sent.here, sent.ready = encoding.here, encoding.ready
+        sent.steps_aside = self._steps_in_background and ordinary
+        body = self._recovery.watch(due, sent, encoding) if late else encoding.body
+        self._start(due, sent, weight, None if sits_out else body)
         state.rounds[due.round], state.sent_step, self._uncounted[due.fragment] = sent, self.step, 0
         self._count_send(due, sent, time.perf_counter() - begin)
 
-    def _outer_gradient(self, fragment: Fragment, state: OuterState, closing: bool) -> tuple[Tensor, bool]:
-        """Delta_m, encoded already where both are one pass over memory; and whether it is finite.
+    def _start(self, due: Due, sent: Sent, weight: float, body: Tensor | Callable[[], Tensor | None] | None) -> None:
+        """Hands a payload to the world."""
+        index, on_device = due.fragment, self._sides[due.fragment].asynchronous
+        then = functools.partial(self._arrive, due, sent) if sent.steps_aside or on_device else None
+        where = (index, due.round, self.codec, self.fragments[index].numel)
+        sent.payload = Payload(*where, weight, body, self.step, sent.steps, sent.closing, then=then)
+        if sent.steps_aside:
+            self.offload.write(index)  # another thread reads it where it is kept
+        sent.handle = self._world.start(sent.payload)
 
-        In a closing round a fragment whose last round is still in flight leaves out what that one contains.
-        """
-        in_flight = list(state.rounds.values()) if closing and self._method.update == "fresh" else []
-        with phase("isles.outer_gradient"):
-            if in_flight:
-                return outer_gradient(state.anchor, fragment, -in_flight[0].decoded(state.anchor.device))
-            if state.residual is None:
-                with phase("isles.encode"):
-                    encoded = encoded_outer_gradient(state.anchor, fragment, self.codec)
-                if encoded is not None:
-                    return encoded
-            return outer_gradient(state.anchor, fragment, state.residual)
+    @property
+    def _feedback(self) -> tuple[str, ...]:
+        """What error feedback keeps."""
+        return ("residual",) if self._method.error_feedback else ()
 
-    def _encode(self, delta: Tensor) -> Tensor:
-        """The payload of Delta_m."""
-        with phase("isles.encode"):
-            return self.codec.encode(delta).cpu()
+    def _in_flight(self, index: int, closing: bool) -> Tensor | None:
+        """In a closing round a fragment whose last round is still in flight leaves out what that one contains."""
+        rounds = list(self.offload.peek(index).rounds.values())
+        return -self._own(index, rounds[0]) if rounds and closing and self._method.update == "fresh" else None
 
-    def _recover(self, due: Due) -> None:
-        """Weights that are not finite go back to the global values, and their rounds do not count.
+    def _own(self, index: int, sent: Sent) -> Tensor:
+        """An outer gradient of this island, as the others got it, where the fragment is."""
+        if not self._sides[index].asynchronous:
+            return sent.decoded(self.offload.states[index].anchor.device)
+        return decoded(sent.payload.codec, self._own_payload(index, sent), sent.payload.numel)
 
-        All fragments at once, not only the one that is due: weights that are left at NaN would spoil the others again
-        in the next forward pass.
-        """
-        logger.warning(
-            "island %d: the outer gradient of fragment %d is not finite at step %d; what is not finite goes back to "
-            "the global weights, and the island sits out those rounds",
-            self._world.rank,
-            due.fragment,
-            self.step,
-        )
-        for index, fragment in enumerate(self.fragments):
-            if index == due.fragment or self._island.any([not is_finite(fragment.read())])[0]:
-                state = self.offload.take(index)
-                fragment.write(state.anchor)
-                state.was_reset = True
-        self._replica.heal()
+    def _own_payload(self, index: int, sent: Sent) -> Tensor:
+        """The payload of an outer gradient of this island, on the device of the fragment."""
+        if sent.here is None:
+            return Upload(self._sides[index], sent.payload.body).result()
+        self._sides[index].hold(sent.ready, sent.here)
+        return sent.here
+
+    def _sit_out(self, due: Due) -> None:
+        """A round in which this island has weight zero."""
+        self.stats.nonfinite_rounds += 1
+        self.tell("nonfinite", due)
+
+    def recover(self, waited_for: Sent | None = None) -> None:
+        """Acts on outer gradients that were found not to be finite after they were sent."""
+        found = self._recovery.found(waited_for)
+        for due, _ in found:
+            say(self._world.rank, due, self.step)
+            self._sit_out(due)
+        if found:
+            self._recovery.act_on(found)
+
+    def look_ahead(self, sends: Iterable[Due], applies: Iterable[Due]) -> None:
+        """Ends a step: outer state is written back, and what the next step needs is on its way to the device."""
+        self.offload.write_back()
+        for due in sends:
+            self.offload.prefetch(due.fragment, self._feedback)
+        for due in applies:
+            sent = self.offload.peek(due.fragment).rounds.get(due.round)
+            if sent is None or not (sent.steps_aside and hasattr(sent.handle, "arrived")):
+                self.offload.prefetch(due.fragment)
+            if sent is not None:
+                sent.is_next = True  # before the look at `upload`: `_arrive` does it the other way round
+                if sent.upload is not None:
+                    sent.upload.start()
 
     # ---- apply
 
     def apply(self, due: Due) -> None:
         """Waits for a round, takes the outer step with it, and mixes the result with the island's weights."""
-        state, method = self.offload.take(due.fragment), self._method
+        state, method = self.offload.peek(due.fragment), self._method
         sent = state.rounds.get(due.round)
         dense = sent is not None and 0 < due.round <= method.dense_rounds
         fresh = state.rounds[due.round + method.delay_rounds] if method.update == "eager" and not dense else None
@@ -196,14 +214,19 @@ class Rounds:
             self._catch_up(due, self._wait_for(self._elastic.watch(due.fragment, due.round), due))
             return
         mean = None if sent is None else self._wait_for(sent.handle, due)
+        self.recover(sent)
         state.rounds.pop(due.round, None)
+        if sent is not None:
+            sent.payload.then = None  # which refers to `sent`: its memory would wait for the garbage collector
         if mean is not None and not mean.included:
             self._catch_up(due, mean, sent)
             return
-        self._outer_step(due, sent, mean, fresh)
-        with phase("isles.mix"):
-            alpha = 0.0 if dense else method.mixing
-            mix(self.fragments[due.fragment], self.offload.take(due.fragment).anchor, alpha)
+        alpha = 0.0 if dense else method.mixing
+        if not self._outer_step(due, sent, mean, fresh, alpha):
+            with phase("isles.mix"):
+                mix(self.fragments[due.fragment], self.offload.take(due.fragment, ()).anchor, alpha)
+        if fresh is not None and self.offload.in_use:
+            fresh.here = None
         if self._elastic:
             self._has_applied(due)
 
@@ -224,55 +247,79 @@ class Rounds:
             self.apply_missed(missed)
         return mean
 
-    def _outer_step(self, due: Due, sent: Sent | None, mean: Mean | None, fresh: Sent | None = None) -> None:
+    def _outer_step(
+        self, due: Due, sent: Sent | None, mean: Mean | None, fresh: Sent | None = None, alpha: float | None = None
+    ) -> bool:
         """anchor = OuterOpt(anchor, Delta), where Delta is the mean of the round that is due.
 
-        With eager updates, Delta = mean + share * own fresh contribution - share * own contribution in the mean.
+        With eager updates, Delta = mean + share * own fresh contribution - share * own contribution in the mean. Given
+        alpha, theta may be mixed in the same pass over memory: returns whether it was.
         """
-        state = self.offload.take(due.fragment, changing=("anchor", "velocity"))
         if sent is not None and sent.stepped is not None and not (mean and mean.missed):
-            self._sgd.give_back(state.anchor, state.velocity)
-            state.anchor, state.velocity = sent.stepped
-            state.outer_steps = due.round
-            return
+            self._sgd.give_back(*self.offload.replace(due.fragment, sent.stepped, sent.upload))
+            self.offload.peek(due.fragment).outer_steps = due.round
+            return False
+        state = self.offload.take(due.fragment, OUTER, changing=OUTER)
         method, closing = self._method, mean is not None and mean.closing
         dense = mean is not None and 0 < due.round <= method.dense_rounds
         late = 0 if dense or method.update == "fresh" else method.delay_rounds
-        delta = mean.values.to(state.anchor.device) if mean is not None and mean.weights else None
+        delta = self._mean_here(due.fragment, sent, mean) if mean is not None and mean.weights else None
         with phase("isles.outer_step"):
             if method.update == "eager" and not closing and not dense:
-                delta = self._refreshed(delta, fresh, sent, state.anchor)
+                delta = self._refreshed(due.fragment, delta, fresh, sent)
             if delta is None:
-                return
+                return False
             averaged = dense or (closing and state.outer_steps <= method.dense_rounds)
             if not closing:
                 state.outer_steps = due.round + late
             if averaged:
                 state.anchor.sub_(delta)
-            elif self.torch_outer is None:
-                self._sgd.update(state.anchor, delta, state.velocity, *method.outer_at(state.outer_steps))
-            else:
+            elif self.torch_outer is not None:
                 self.offload.step_at_home(due.fragment, self.torch_outer.update, delta)
+            else:
+                step = (state.anchor, delta, state.velocity, *method.outer_at(state.outer_steps))
+                if alpha is not None and self._sgd.update_and_mix(*step, self.fragments[due.fragment], alpha):
+                    return True
+                self._sgd.update(*step)
+        return False
 
-    def _refreshed(self, mean: Tensor | None, fresh: Sent | None, stale: Sent | None, anchor: Tensor) -> Tensor | None:
+    def _mean_here(self, index: int, sent: Sent | None, mean: Mean) -> Tensor:
+        """The mean of a round, on the device of its fragment."""
+        upload = None if sent is None or sent.stepped is not None else sent.upload
+        return (upload or Upload(self._sides[index], mean.values)).result()
+
+    def _refreshed(self, index: int, mean: Tensor | None, fresh: Sent | None, stale: Sent | None) -> Tensor | None:
         """mean + share * fresh - share * stale, where there are such."""
         for own, sign in ((fresh, 1.0), (stale, -1.0)):
-            if own is not None and mean is None:
-                mean = own.decoded(anchor.device).mul_(sign * own.share)
-            elif own is not None and mean is not None:
-                own.payload.codec.accumulate(own.payload.body.to(anchor.device), mean, sign * own.share)
+            if own is None:
+                continue
+            share, codec = sign * own.share, own.payload.codec
+            if mean is None:
+                mean = self._own(index, own).mul_(share)
+            elif self._sides[index].asynchronous:
+                add_decoded(codec, self._own_payload(index, own), mean, share)
+            else:
+                codec.accumulate(own.payload.body, mean, share)
         return mean
 
-    def _step_aside(self, state: OuterState, sent: Sent, number: int, mean: Mean) -> None:
-        """Takes the outer step in the background, as soon as the mean has arrived; it takes effect when it is due.
+    def _arrive(self, due: Due, sent: Sent, mean: Mean) -> None:
+        """In the background, as soon as a mean has arrived: takes the outer step, or gets the mean ready for a device.
 
-        Nothing reads an anchor between the step at which its fragment is sent and the one at which the result is
-        applied, but for whoever looks at the global model, and that must not change before its time: so it goes to
-        other memory.
+        The step takes effect when it is due. Nothing reads an anchor between the step at which its fragment is sent and
+        the one at which the result is applied, but for whoever looks at the global model, and that must not change
+        before its time: so it goes to other memory.
         """
-        if mean.weights:
-            settings = self._method.outer_at(number)
-            sent.stepped = self._sgd.update_aside(state.anchor, mean.values, state.velocity, *settings)
+        if not mean.weights:
+            return
+        side, values = self._sides[due.fragment], mean.values
+        if sent.steps_aside:
+            state, settings = self.offload.at_home(due.fragment), self._method.outer_at(due.round)
+            sent.stepped = self._sgd.update_aside(state.anchor, values, state.velocity, *settings)
+            values = sent.stepped[0]
+        if side.asynchronous:
+            sent.upload = Upload(side, values)
+            if sent.is_next:
+                sent.upload.start()
 
     # ---- rounds without this island
 
@@ -299,11 +346,11 @@ class Rounds:
 
     def _follow(self, due: Due, mean: Mean) -> None:
         """An outer step that this island had no part in. With delayed updates theta gives up what it has just sent."""
-        state, fragment = self.offload.take(due.fragment), self.fragments[due.fragment]
+        state, fragment = self.offload.take(due.fragment, ()), self.fragments[due.fragment]
         old = state.anchor.clone()
         if not mean.superseded:
             self._outer_step(due, None, mean)
-        new = self.offload.take(due.fragment).anchor
+        new = self.offload.take(due.fragment, ()).anchor
         if self._method.update == "delayed" and state.sent_step == self.step and state.rounds:
             mix(fragment, new, self._method.mixing)
         else:
@@ -314,18 +361,20 @@ class Rounds:
         if self._closing:
             self._excluded.append((index, sent))
             return
-        state, fragment = self.offload.take(index, changing=("residual",)), self.fragments[index]
+        feedback, fragment = self._feedback, self.fragments[index]
+        state = self.offload.take(index, feedback, changing=feedback, aside=True)
         self._uncounted[index] += sent.steps
         if state.residual is not None and sent.residual is not None:
-            state.residual.copy_(sent.residual)
+            with self._sides[index].follow():
+                state.residual.copy_(sent.residual)
         if self._method.update == "delayed" and sent.payload.weight:
-            left = sent.decoded(state.anchor.device).mul_(1 - self._method.mixing)
+            left = self._own(index, sent).mul_(1 - self._method.mixing)
             fragment.write(fragment.read().sub_(left))
 
     def _load(self, snapshot: Snapshot) -> None:
         """A snapshot takes the place of all rounds up to it. Steps that it counts leave theta, others stay there."""
         for index, saved in enumerate(snapshot.fragments):
-            state, fragment = self.offload.take(index, changing=("anchor", "velocity")), self.fragments[index]
+            state, fragment = self.offload.take(index, OUTER, changing=OUTER), self.fragments[index]
             old = state.anchor.clone()
             load_outer_state(state, saved)
             if self.torch_outer:
@@ -334,7 +383,7 @@ class Rounds:
             for number in [round for place, round in snapshot.counted if place == index]:
                 sent = state.rounds.pop(number)
                 if self._method.update == "fresh" and sent.payload.weight:
-                    fragment.write(fragment.read().add_(sent.decoded(old.device)))
+                    fragment.write(fragment.read().add_(self._own(index, sent)))
             for number in [round for place, round in snapshot.dropped if place == index]:
                 self._put_back(index, state.rounds.pop(number))
 
@@ -357,7 +406,7 @@ class Rounds:
         return [i for i, fragment in enumerate(self.fragments) if not fragment.is_empty and self._unsent_steps(i)]
 
     def _unsent_steps(self, index: int) -> int:
-        return self.step - self.offload.take(index).sent_step + self._uncounted[index]
+        return self.step - self.offload.peek(index).sent_step + self._uncounted[index]
 
     # ---- at the end
 
@@ -400,15 +449,16 @@ class Rounds:
             fragment.write(state.anchor)
         for index, sent in self._excluded:
             fragment = self.fragments[index]
-            fragment.write(fragment.read().sub_(sent.decoded(self.offload.states[index].anchor.device)))
+            fragment.write(fragment.read().sub_(self._own(index, sent)))
             self._uncounted[index] += sent.steps
         self._closing, self._excluded = False, []
 
     def _close_round(self, due: Due) -> None:
         """The outer step of a round, and nothing else: nothing is trained any more."""
-        rounds = self.offload.take(due.fragment).rounds
+        rounds = self.offload.peek(due.fragment).rounds
         sent = rounds[due.round]
         mean = self._wait_for(sent.handle, due, closing=sent.closing)
+        self.recover(sent)
         rounds.pop(due.round, None)
         if not mean.superseded:
             self._outer_step(due, sent if mean.included else None, mean)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isles.core.device import HAPPENED, Event, Upload
 from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.core.outer import Position
@@ -36,6 +37,18 @@ class Sent:
     """What error feedback had left before it was sent, in case it is not counted."""
     stepped: Position | None = None
     """Anchor and velocity after the outer step with this round, if that was taken in the background."""
+    here: Tensor | None = None
+    """Eager: the payload on the device."""
+    ready: Event = HAPPENED
+    """When it is there."""
+    upload: Upload | None = None
+    """What an apply on a device needs of the result: the mean, or the anchor after the outer step. From a thread."""
+    steps_aside: bool = False
+    """The outer step is taken in the background, on the host, if the world has a thread for it."""
+    is_next: bool = False
+    """It is applied at the coming step: what it needs is to be copied to the device."""
+    number: int = 0
+    """In the order of sends."""
     payload: Payload = field(init=False)
     handle: Handle = field(init=False)
 

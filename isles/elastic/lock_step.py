@@ -202,9 +202,11 @@ class Root(Session):
 
     # ---- beside the loop, in the codec's thread
 
-    def _gather(self, payload: Payload) -> Tensor:
-        """The body of the island's payload."""
+    def _gather(self, payload: Payload) -> Tensor | None:
+        """The body of the island's payload; None if, as all ranks know by now, it has nothing to contribute."""
         bodies, wanted = [payload.body], self.layout.num_bytes(payload.fragment)
+        if not payload.weight:
+            return None
         bodies += [self._ranks.receive(rank) for rank in self._ranks.others]
         whole = torch.cat(bodies)
         assert whole.numel() == wanted, f"{[body.numel() for body in bodies]} bytes, not {wanted}"
@@ -285,8 +287,14 @@ class Follower:
         number = self.numbering.number(payload.fragment, payload.round)
         self._sent[number] = payload
         if payload.weight:
-            self._sending = self._ranks.thread.do(lambda: self._ranks.send(payload.body, ROOT))
+            self._sending = self._ranks.thread.do(self._send, payload)
         return RoundHandle(self, number)  # what goes into the store is counted on the root
+
+    def _send(self, payload: Payload) -> None:
+        """Beside the loop: this rank's part of the island's payload."""
+        body = payload.body
+        if payload.weight:
+            self._ranks.send(body, ROOT)
 
     def wait(self, number: int) -> Mean:
         _, news = self._hear()

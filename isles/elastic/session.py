@@ -224,7 +224,8 @@ class Session:
     def _prepare(self, number: int, payload: Payload) -> None:
         """Makes the object of a payload. An island that has nothing to contribute sends a header alone."""
         try:
-            body = bytes_of(payload.body) if payload.weight else b""
+            made = payload.body if payload.weight else None
+            body = b"" if made is None or not payload.weight else bytes_of(made)
             form = CLOSING_FORM if payload.closing else FORM
             where = (payload.codec.name, payload.fragment, payload.round, payload.numel)
             header = Header(form, *where, len(body), payload.weight, payload.steps, checksum(tensor_of(body)))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from isles.wire import fused
-from isles.wire.packing import empty, from_bytes, is_finite, pack_codes, scale_of, to_bytes, unpack_codes
+from isles.wire.packing import divided, empty, from_bytes, is_finite, pack_codes, scale_of, to_bytes, unpack_codes
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Codec:
             values = self._unpacked(payload, into.numel())
             into.add_(values if weight == 1 else values * weight)
             if divisor != 1:
-                into.div_(divisor)
+                divided(into, divisor, out=into)
             finite = is_finite(into)
         return finite
 

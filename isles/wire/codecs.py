@@ -137,8 +137,9 @@ class E3M0Codec(ScaledCodec):
         return (code.clamp(0, 7) | scaled.signbit().int() << 3).to(torch.uint8)
 
     def from_codes(self, codes: Tensor) -> Tensor:
-        levels = torch.tensor([0.0] + [2.0 ** (code - 7) for code in range(1, 8)], device=codes.device)
-        return torch.cat([levels, -levels])[codes.int()]
+        exponent = codes.int() & 7
+        magnitude = (exponent + (127 - 7) << MANTISSA_BITS).view(torch.float32).masked_fill(exponent == 0, 0.0)
+        return torch.where(codes > 7, -magnitude, magnitude)
 
 
 codecs: dict[str, Codec] = {

@@ -1,8 +1,9 @@
 """Loops in one pass over memory: tensors in front, the kernels of `isles.wire.kernels`, compiled by numba, behind.
 
-What codecs do is written twice: in PyTorch, which is the definition and runs everywhere, and as kernels for the CPU.
-Both give the same bits. `Codec.encode`, `decode` and `accumulate` ask here first. The answer is None where a kernel
-does not apply (not compiled, none for this codec, or not plain memory of the CPU); then PyTorch does the work.
+What codecs do is defined in PyTorch, which runs everywhere, and written again as kernels: for the CPU, and for
+accelerators (`isles.wire.device_kernels`). All give the same bits. `Codec.encode`, `decode` and `accumulate` ask here
+first. The answer is None where a kernel does not apply (not compiled, none for this codec, or not plain memory of the
+CPU or of a device that has kernels); then PyTorch does the work.
 
 `warm_up` compiles, or loads from numba's cache on disk, before training begins; nothing else does. Without numba, or
 with ISLES_FUSED=0 in the environment, there are no kernels, and one line in the log says so. Any number of threads may
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isles.wire import device_kernels
 from isles.wire.packing import Array, memory_of, memory_of_all
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ def _say(level: int, line: str) -> None:
 
 def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:
     """Writes the payload of a flat fp32 tensor; returns whether all values are finite."""
+    if _on_device(values):
+        return device_kernels.encode(codec, values, payload)
     group = None if codec.stochastic else kernels(codec.kernels)
     given, stored = memory_of(values), _stored(codec, payload)
     if group is None or given is None or stored is None:
@@ -129,6 +133,8 @@ def merge(
     codec: Codec, payload: Tensor, into: Tensor, weight: float, fresh: bool, divisor: float, start: float = 0.0
 ) -> bool | None:
     """into = (into + weight * decoded) / divisor, `start` for into where `fresh`; returns whether all is finite."""
+    if _on_device(into):
+        return device_kernels.merge(codec, payload, into, weight, start if fresh else None, divisor)
     group, target = kernels(codec.kernels), memory_of(into)
     if group is None or target is None:
         return None
@@ -144,3 +150,7 @@ def _stored(codec: Codec, payload: Tensor) -> Array | None:
     if given is None or kind is None:
         return given
     return given.view(kind) if payload.data_ptr() % kind.itemsize == 0 else None
+
+
+def _on_device(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.is_cpu

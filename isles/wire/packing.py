@@ -53,11 +53,17 @@ def scale_of(blocks: Tensor, limit: int, round_up: bool) -> Tensor:
     Rounded to nearest, the largest value still gets the largest code, and what was decoded is encoded without loss.
     Rounded up, as stochastic rounding needs it, no value is out of range. `limit` times the scale is always finite.
     """
-    largest = blocks.abs().amax(dim=1, keepdim=True) / limit
+    largest = blocks.abs().amax(dim=1, keepdim=True)
+    largest = divided(largest, limit)
     largest = torch.where(largest < 2.0**-120, 0.0, largest)
     if round_up:
         largest = ((largest.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
     return largest.clamp(max=largest_scale(limit)).to(torch.bfloat16)
+
+
+def divided(values: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:
+    """Division as IEEE has it. By a plain number, PyTorch multiplies with the reciprocal on a GPU: other bits."""
+    return torch.div(values, values.new_full((1,), divisor), out=out)
 
 
 def typical_scale_of(blocks: Tensor) -> Tensor:

@@ -111,15 +111,19 @@ def weighted_mean(
 
     With `factors` each payload is multiplied by its own, and the weights stay what they are.
     """
-    scaled = _scaled(weights)
-    total = sum(scaled)
-    parts = scaled if factors is None else [w * factor for w, factor in zip(scaled, factors, strict=True)]
-    if total == 0 or not any(parts):
+    parts, total = multipliers(weights, factors)
+    if not any(parts):
         return torch.zeros(numel)
     mean = empty(numel)
     if not _add_up(bodies, parts, codec, mean, divisor=total):  # the sum was too large for fp32, the mean is not
         _add_up(bodies, [part / total for part in parts], codec, mean, divisor=1.0)
     return mean
+
+
+def multipliers(weights: Sequence[float], factors: Sequence[float] | None = None) -> tuple[list[float], float]:
+    """What each payload is multiplied by before all are added up, and what the sum is divided by."""
+    scaled = _scaled(weights)
+    return [w * factor for w, factor in zip(scaled, factors or [1.0] * len(scaled), strict=True)], sum(scaled)
 
 
 def _add_up(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, into: Tensor, divisor: float) -> bool:

@@ -149,8 +149,9 @@ class Alone:
 
     def wait(self) -> Mean:
         if self.mean is None:
-            payload, weight = self.payload, self.payload.weight
-            values = reduction.weighted_mean([payload.body], [weight], payload.codec, payload.numel)
+            payload, body = self.payload, self.payload.body
+            weight = payload.weight  # which counts once the body is made
+            values = reduction.weighted_mean([body], [weight], payload.codec, payload.numel)
             self.mean = Mean(values, {0: weight} if weight > 0 else {}, closing=payload.closing)
         return self.mean
 

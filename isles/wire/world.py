@@ -19,10 +19,12 @@ Two things can go wrong, and both are loud. `LostPeerError`: an island died, lef
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -61,9 +63,9 @@ class Payload:
     codec: Codec
     numel: int
     weight: float
-    encoded: Tensor | Callable[[], Tensor]
-    """uint8, on the CPU: `codec.encode` of the outer gradient. Or a function that makes it, called once: a world with
-    threads of its own calls it there."""
+    encoded: Tensor | Callable[[], Tensor | None] | None
+    """uint8, on the CPU: `codec.encode` of the outer gradient; None: there is nothing to contribute. Or a function that
+    makes it, called once: a world with threads of its own calls it there. Weight and steps count once it is made."""
     step: int = 0
     """How many steps the island has taken, for error messages."""
     steps: int = 0
@@ -73,13 +75,17 @@ class Payload:
     then: Callable[[Mean], None] | None = field(default=None, kw_only=True)
     """Called with the mean as soon as it has arrived, if the world has a thread to call it in. Otherwise it is never
     called, and whoever waits for the round does that work."""
+    _making: Any = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
     def body(self) -> Tensor:
         """What goes over the wire. Once it is made, what it was made of is released."""
-        if callable(self.encoded):
-            self.encoded = self.encoded()
-        return self.encoded
+        with self._making:
+            made = self.encoded() if callable(self.encoded) else self.encoded
+            if made is None:
+                self.weight, self.steps, made = 0.0, 0, torch.zeros(self.num_bytes, dtype=torch.uint8)
+            self.encoded = made
+            return made
 
     @property
     def num_bytes(self) -> int:
