@@ -3,10 +3,13 @@
 # make test      all tests
 # make lint      style, format, types
 # make bench     speed, as ratios
+# make docs      the API pages, in build/docs
+# make package   wheel and source distribution, in dist
+# make oldest    the core tests with the oldest versions that pyproject.toml allows, in .venv-oldest
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint format bench clean
+.PHONY: install demo test lint format bench docs package oldest clean
 
 install: .venv/installed
 
@@ -41,5 +44,25 @@ format: install
 bench: install
 	$(BIN)/isles bench
 
+docs: install
+	$(BIN)/python docs/api.py build/docs
+	@echo 'written: build/docs/index.html'
+
+package: install
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+OLDEST := .venv-oldest/bin/python
+CORE := theorems golden engine schedule fragments codecs wire_fused worlds processes connect resume finish store_world \
+	train_run view_report view_tensorboard plan_command transformers lightning accelerate
+
+oldest:
+	test -x $(OLDEST) || $(PYTHON) -m venv .venv-oldest
+	$(OLDEST) -m pip install --quiet --constraint constraints-oldest.txt torch
+	$(OLDEST) -m pip install --quiet --constraint constraints-oldest.txt --editable '.[fast,hf,lightning,store,tensorboard]' \
+		hypothesis 'moto[server]' packaging pytest pytest-timeout pytest-xdist
+	$(OLDEST) -m pytest $(CORE:%=tests/test_%.py)
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

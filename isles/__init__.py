@@ -3,8 +3,14 @@
     with isles.DiLoCo(model, optimizer, isles.Method.streaming()):
         ...                                     # your loop, untouched
 
-The public names are below; each is loaded when it is first used, so that `import isles` (and `isles --help`)
-stays fast.
+- The method: `Method`, and `codecs`, a dict of what can cross the link.
+- The engine: `DiLoCo`; what it counts and tells: `Stats`, `Event`.
+- Worlds, the ways between islands: `TorchWorld` (torch.distributed), `StoreWorld` (a bucket or a folder, which
+  `probe_store` tries), `LocalWorld` (threads, which `run_local` starts).
+- What goes wrong between islands: `LostPeerError`, `MismatchError`.
+- Callbacks for trainers: `isles.integrations`.
+
+Each name is loaded when it is first used, so that `import isles` (and `isles --help`) stays fast.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from isles.wire.torch_world import TorchWorld
     from isles.wire.world import LostPeerError, MismatchError
 
-__version__ = "0.1.0"
+    __version__: str
 
 _HOME = {
     "DiLoCo": "isles.core.diloco",
@@ -56,10 +62,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'isles' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # type checkers know the names from above, and that there are no others
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib import metadata  # not at the top: it takes longer than all else here
+
+            try:
+                return metadata.version("isles")
+            except metadata.PackageNotFoundError:  # a checkout that was never installed
+                return "unknown"
+        if name not in _HOME:
+            raise AttributeError(f"module 'isles' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -38,18 +38,30 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `isles COMMAND ...` and returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"isles {isles.__version__}")
+        parser.exit()
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """What `isles ...` was told; a mistake ends the program with one line and code 2."""
     parser = _Parser(prog="isles", description="Train one model on islands of compute joined by slow links.")
-    parser.add_argument("--version", action="version", version=f"isles {isles.__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     for name, (home, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:  # the others are only listed: their modules stay unloaded
             importlib.import_module(home).configure(command)
             command.add_argument("--json", action="store_true", help="print the result as one JSON line, last")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `isles COMMAND ...` and returns the exit code."""
+    args = parse(sys.argv[1:] if argv is None else argv)
     module = importlib.import_module(COMMANDS[args.command][0])
     try:
         result = module.run(args)

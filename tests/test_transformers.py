@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import isles
 from isles.integrations.transformers import DiLoCoCallback
 from tests import processes
-from tests.trainers import FIXED, WORLDS, be_a_rank_of_two, digest, rows, same, values_of
+from tests.trainers import FIXED, LONG, WORLDS, be_a_rank_of_two, digest, rows, same, values_of
 
 torch.set_num_threads(1)
 STEPS, BATCH, ACCUMULATE = 12, 2, 2
@@ -152,6 +152,41 @@ def test_after_a_kill_resumed_trainers_are_as_if_nothing_had_happened(world, met
     assert [outcome.value for outcome in resumed] == [outcome.value for outcome in whole]
     assert whole[0].value[0] != whole[1].value[0], "the islands had different data"
     assert whole[0].value[3] == whole[1].value[3]
+
+
+def on_a_store(island, url, folder, kill_at=None, resume=False):
+    """Rounds go on without an island that is missing. What the training found at its first step, and what it became."""
+    found = {}
+
+    def look(state):
+        if not found:
+            moments = trainer.optimizer.optimizer.state_dict()["state"]
+            moments = {number: values["exp_avg"].clone() for number, values in moments.items()}
+            found.update(step=state.global_step, weights=digest(trainer.model), moments=moments)
+
+    killer = On("on_step_end", lambda state: signal.raise_signal(signal.SIGKILL), kill_at or -1)
+    callback = DiLoCoCallback(METHOD, isles.StoreWorld(url, patience=0.1, timeout=LONG))
+    more = {"save_strategy": "steps", "save_steps": 5}
+    trainer = new_trainer(folder / str(island), island, callback, On("on_step_begin", look), killer, **more)
+    trainer.train(resume_from_checkpoint=resume or None)
+    rates = {each["step"]: each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each}
+    return found, digest(trainer.model), rates, callback.diloco.stats.sends
+
+
+def test_on_a_store_a_resumed_trainer_is_a_new_island_of_the_run(tmp_path):
+    """Step, data, learning rate and moments are the checkpoint's; the weights are the run's, which has gone on."""
+    url = str(tmp_path / "store")
+    (killed,) = processes.run(on_a_store, 1, tmp_path, url, tmp_path, 7, ranks=0)
+    assert killed.exit_code == -signal.SIGKILL
+    _, run, rates, _ = on_a_store(1, url, tmp_path)
+    found, became, resumed_rates, sends = on_a_store(0, url, tmp_path, resume=True)
+    assert found["step"] == 5
+    assert found["weights"] == run, "of the island that went on, not of the checkpoint"
+    saved = torch.load(tmp_path / "0/checkpoint-5/optimizer.pt", weights_only=True)["state"]
+    assert same(found["moments"], {number: values["exp_avg"] for number, values in saved.items()})
+    assert resumed_rates == rates, "Trainer's log of the first five steps, and the same schedule after them"
+    assert became != run
+    assert sends > 0
 
 
 def test_a_checkpoint_without_the_state_of_isles(tmp_path):

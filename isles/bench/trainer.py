@@ -41,7 +41,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        raise ValueError("isles bench trainer needs transformers: pip install 'isles[hf]'") from None
+        raise ValueError("the part trainer needs transformers: pip install 'isles[hf]'") from None
     turns: dict[str, list[list[float]]] = {"without": [], "with": []}
     for turn in range(sizes.turns + 1):
         for name, taken in turns.items():

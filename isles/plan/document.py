@@ -31,7 +31,7 @@ compare with the papers' published tables. It is generated: `python -m isles.pla
 
     isles plan --preset 1B --bandwidth 1Gbit
     isles plan --params 124M --layers 12 --step-time 0.35 --bandwidth 20Mbit --latency 25ms --islands 4
-    isles plan --events runs/demo/streaming --bandwidth 100Mbit --plot utilisation.png
+    isles plan --events runs/demo/isles --bandwidth 100Mbit --plot utilisation.png
     isles plan --paper --params 1e9 --layers 24 --step-time 0.1 --sync-every 100 --json
     isles plan --store aws --params 124M --layers 12 --step-time 0.35 --bandwidth 50Mbit
 """

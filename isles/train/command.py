@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Trains, prints a table, returns the summary; under torchrun only rank 0 does so."""
     chosen, knobs = flags.given(args, TrainConfig), flags.given(args, Method)
+    setup.check_parts(chosen)
     if chosen.get("store"):
         from isles.train import store_run  # which loads torch, and the parent of other runs does without
 

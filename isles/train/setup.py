@@ -7,6 +7,7 @@ refuses to touch what is in it, and saves the Setup there; `load` reads it again
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -57,6 +58,19 @@ def resolve(chosen: dict[str, Any], knobs: dict[str, Any]) -> Setup:
     setup = Setup(config, knobs)
     setup.method()
     return setup
+
+
+def check_parts(chosen: dict[str, Any]) -> None:
+    """Raises ValueError if a flag needs a package that is not installed: before any text is read."""
+    model = chosen.get("model", "")
+    needs = [
+        (model.startswith("hf:"), f"--model {model}", "transformers", "'isles[hf]'"),
+        (chosen.get("tensorboard"), "--tensorboard", "tensorboard", "'isles[tensorboard]'"),
+        (chosen.get("wandb"), "--wandb", "wandb", "wandb"),
+    ]
+    for is_needed, flag, module, package in needs:
+        if is_needed and importlib.util.find_spec(module) is None:
+            raise ValueError(f"{flag} needs {module}: pip install {package}")
 
 
 def check_free(config: TrainConfig) -> None:
