@@ -36,7 +36,7 @@ def plain(built, tmp_path_factory):
 @pytest.fixture(scope="module")
 def full(built, tmp_path_factory):
     """Python with the wheel and all extras."""
-    return environment(tmp_path_factory.mktemp("full") / "env", built[0], *EXTRAS)
+    return environment(tmp_path_factory.mktemp("full") / "env", built[0], *EXTRAS, "gpu")
 
 
 # ---- what is in it
@@ -125,7 +125,8 @@ print(json.dumps(failed))
     done = run(plain, "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     failed = json.loads(done.stdout)
-    assert failed.keys() == {"isles.integrations.transformers", "isles.integrations.lightning", "isles.wire.kernels"}
+    callbacks = {"isles.integrations.transformers", "isles.integrations.lightning"}
+    assert failed.keys() == callbacks | {"isles.wire.kernels", "isles.wire.triton_kernels"}
     assert "pip install 'isles[hf]'" in failed["isles.integrations.transformers"]
     assert "pip install 'isles[lightning]'" in failed["isles.integrations.lightning"]
     assert all("\n" not in message for message in failed.values())
