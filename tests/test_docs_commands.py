@@ -244,7 +244,7 @@ def check_isles(arguments):
     elif args.command == "reproduce":
         assert args.study in (*studies.NAMES, SPEED)
     elif args.command == "bench":
-        assert set(args.parts) <= {*bench.PARTS, bench.PEERS, bench.PAGE, bench.TRAINER}
+        assert set(args.parts) <= {*bench.PARTS, bench.PEERS, bench.PAGE, bench.TRAINER, bench.DEVICE}
 
 
 class Parsed(Exception):
