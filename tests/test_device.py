@@ -92,6 +92,12 @@ def both(rank, name, dtype, options):
         if not torch.equal(mine, other):
             wrong.append(f"{what} differ from the CPU's")
     assert host[3].applies == device[3].applies > 0
+    return wrong
+
+
+def both_well(rank, *arguments):
+    """The same, where nothing should be wrong."""
+    wrong = both(rank, *arguments)
     assert pretend.machine.host_waits > 0, "threads beside the loop waited for the device"
     return wrong
 
@@ -100,12 +106,12 @@ def both(rank, name, dtype, options):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_device_trains_as_the_cpu_does_and_the_host_never_waits(name, outer_device, tmp_path):
     options = {"outer_device": outer_device}
-    for wrong in processes.values(both, 2, tmp_path, name, torch.float32, options):
+    for wrong in processes.values(both_well, 2, tmp_path, name, torch.float32, options):
         assert wrong == []
 
 
 def test_parameters_of_other_precisions(tmp_path):
-    for wrong in processes.values(both, 2, tmp_path, "streaming", torch.bfloat16, {}):
+    for wrong in processes.values(both_well, 2, tmp_path, "streaming", torch.bfloat16, {}):
         assert wrong == []
 
 

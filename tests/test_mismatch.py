@@ -334,4 +334,5 @@ def test_nothing_from_a_peer_is_unpickled_or_evaluated():
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 owner = getattr(getattr(node.func, "value", None), "id", "")
                 numba = (file.name, called, owner) == ("fused.py", "compile", "function")
-                assert called not in forbidden_calls or owner == "json" or numba, f"{where}: {called}"
+                triton = (file.name, called, owner) == ("triton_kernels.py", "load", "tl")  # from device memory
+                assert called not in forbidden_calls or owner == "json" or numba or triton, f"{where}: {called}"
