@@ -151,6 +151,9 @@ def test_what_cannot_be_is_one_line(tmp_path, capsys):
     assert main(["train", "--store", str(tmp_path / "file")]) == 2
     assert "cannot use the folder" in capsys.readouterr().err
     assert main(["export", "--store", str(tmp_path / "empty")]) == 2
+    assert "empty: there is no such folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["export", "--store", str(tmp_path / "empty")]) == 2
     assert "there is no run of isles train in" in capsys.readouterr().err
     assert main(["export"]) == 2
     assert "give the folder of a run, or --store URL" in capsys.readouterr().err

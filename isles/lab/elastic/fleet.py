@@ -272,10 +272,21 @@ class Fleet:
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To a program in a namespace and to nsenter, which has started it, and which stops when the program does."""
-    for pid in (*children(process.pid), process.pid):
+    """To a program in a namespace, and to nsenter, which has started it.
+
+    nsenter stops itself when it sees that the program has stopped. Told to go on before it has done so, it would stop
+    afterwards, for ever: so stopping waits for it.
+    """
+    programs = children(process.pid) or [process.pid]
+    for pid in programs if number == signal.SIGSTOP else {process.pid, *programs}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+    while number == signal.SIGSTOP and process.poll() is None and not _is_stopped(process.pid):
+        time.sleep(0.01)
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
 
 
 def output_of(folder: Path) -> Path:
