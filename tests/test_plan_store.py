@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import math
 import pathlib
 import threading
 import time
@@ -48,9 +49,12 @@ class Counting:
 
 
 def measured(store, count, method, step_seconds, snapshot_every, periods):
-    """Trains for so many periods after some to get into step; what was counted in them, and their seconds."""
+    """Trains for so many periods after some to get into step; what was counted in them, and their seconds. Everybody is
+    waited for: on a busy machine an island would go on with a later round, and there would be more rounds than steps.
+    """
     url, client = store
-    worlds = [isles.StoreWorld(url, snapshot_every=snapshot_every, timeout=60, **client) for _ in range(count)]
+    settings = {"quorum": count, "patience": math.inf, "snapshot_every": snapshot_every, "timeout": 60}
+    worlds = [isles.StoreWorld(url, **settings, **client) for _ in range(count)]
     for world in worlds:
         world.store = Counting(world.store)
     together, first = threading.Barrier(count), 3 * method.sync_every
