@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import SequentialSampler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 import isles
@@ -75,7 +76,8 @@ class On(TrainerCallback):
 def as_trainer(island, place, name, folder):
     world = WORLDS[name].join(place, island)
     callback = DiLoCoCallback(METHOD, world, weight=1.0 + island)
-    trainer = new_trainer(folder / str(island), island, callback, train_sampling_strategy="sequential")
+    trainer = new_trainer(folder / str(island), island, callback)
+    trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)  # the argument has many names
     trainer.train()
     world.close()
     return digest(trainer.model), callback.diloco.step_count, callback.diloco.stats.bytes_sent
