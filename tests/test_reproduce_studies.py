@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,20 @@ def test_speed(reproduce, folder):
     assert set(rates) == {f"{way}, plain" for way in ("one process", "processes", "stacked", "one after the other")}
     assert all(rate > 0 for rate in rates.values())
     assert "| processes, plain |" in out
+
+
+def test_a_grid_of_rates_is_extended_until_its_best_is_not_at_an_end():
+    study, loss_of = studies.study("worth"), lambda job: 3 + math.log(job.learning_rate / best) ** 2
+    for best, expected in ((0.012, 0), (0.0075, 1), (0.0061, 2), (0.03, 2), (1.0, 2)):
+        first = study.configurations(SCALES["cpu"])
+        jobs = {name: job for name, job in first.items() if name.startswith("demo, AdamW, M = 2: gradual at ")}
+        added = []
+        while True:
+            records = [{"name": n, "job": job.as_dict(), "val_loss": loss_of(job)} for n, job in jobs.items()]
+            more = study.extended(jobs, Records(records))
+            if not more:
+                break
+            jobs.update(more)
+            added += more
+        assert len(added) == expected, (best, added)
+        assert all(name.endswith(f" at {jobs[name].learning_rate:g}") for name in added)

@@ -89,14 +89,13 @@ def _run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
     print(f"paper:  {study.claim}  [{study.source}]\nexpect: {study.expectation}", flush=True)
     jobs = study.configurations(scale)
     path, command = args.results / f"{study.name}.json", _command(study, args, text)
-    order = {name: place for place, name in enumerate(jobs)}
     records: list[dict[str, Any]] = []
 
     def run(tasks: Sequence[Task]) -> None:
         options = {"workers": workers, "compile_model": args.compile, "again": args.again}
         for task, outcome in run_tasks(tasks, text, done=results.finished(path), **options):
             records.append(results.record_of(task, outcome))
-            records.sort(key=lambda record: (record["job"]["seed"], order[record["name"]]))
+            records.sort(key=lambda record: (record["job"]["seed"], list(jobs).index(record["name"])))
             if {record["name"] for record in records} == jobs.keys():  # at least one seed of each
                 results.write(study, scale, text, records, command, path)
             else:
@@ -105,7 +104,11 @@ def _run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
     if study.chosen is None:
         run(tasks_of(jobs, range(scale.seeds), text))
     else:
-        run(tasks_of(jobs, range(1), text))
+        more = jobs
+        while more:
+            run(tasks_of(more, range(1), text))
+            more = {} if study.extended is None else study.extended(jobs, Records(records))
+            jobs.update(more)
         chosen = {name: jobs[name] for name in study.chosen(Records(records))}
         run(tasks_of(chosen, range(1, scale.seeds), text))
     figures.save(study, Records(records), path.with_suffix(".png"))

@@ -141,6 +141,8 @@ class Study:
     findings: Callable[[Records], list[Finding]]
     plot: Callable[[Records, Any], None]
     """Draws on a matplotlib figure."""
+    extended: Callable[[dict[str, Job], Records], dict[str, Job]] | None = None
+    """More configurations, after a look at the first seed: asked again and again, until there are none."""
     chosen: Callable[[Records], Iterable[str]] | None = None
     """Of the runs of the first seed, those that the other seeds run as well; None: all."""
     note: str = ""

@@ -3,12 +3,13 @@
     worth = (alone - isles) / (alone - data-parallel)
 
 in final validation loss, for the same steps of every island: 0 is one island alone, 1 is data-parallel training. Inner
-learning rates are chosen on the first seed, each side from a grid of its own, around what `isles train` would take; the
-other seeds run what was chosen.
+learning rates are chosen on the first seed, each side from a grid of its own. It begins around what `isles train` would
+take and is extended until its best rate is not at its end. The other seeds run what was chosen.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable
@@ -22,7 +23,9 @@ from isles.reproduce.study import Change, Finding, Records, Study, all_of
 from isles.train.learning_rate import peak
 
 GRID = (0.7, 1.0, 1.4)
-"""Of learning rates, times what `isles train` would take."""
+"""Of learning rates, times what `isles train` would take, at first."""
+FURTHER, WIDEST = 1.4, 4.0
+"""The next rate beyond an end of the grid, and how many times its smallest rate the largest may be."""
 OPTIMIZERS = {"AdamW": "adamw", "Muon": "muon"}
 ALONE, PARALLEL, PAPER, OURS = "alone", "data-parallel", "streaming", "gradual"
 FEWEST_TIMES = 100
@@ -52,6 +55,25 @@ def _rates(scale: Scale, setting: dict[str, Any], inner: str, side: str) -> list
     job = scale.job(**setting)
     rate = peak(job.parameters, inner, job.batch_size * job.sequence_length, own_batch=side != PARALLEL)
     return [float(f"{rate * factor:.2g}") for factor in ((1.0,) if side == PAPER else scale.few(GRID))]
+
+
+def _extended(jobs: dict[str, Job], records: Records) -> dict[str, Job]:
+    """The next rate for every side whose best rate is at an end of its grid."""
+    sides: dict[str, list[str]] = {}
+    for name in jobs:
+        sides.setdefault(name.rpartition(" at ")[0], []).append(name)
+    more = {}
+    for side, names in sides.items():
+        if len(names) < 3:  # no grid
+            continue
+        names.sort(key=lambda name: jobs[name].learning_rate)
+        rates = [jobs[name].learning_rate for name in names]
+        best = min(names, key=lambda name: records.values(name)[0])
+        factor = 1 / FURTHER if best == names[0] else FURTHER if best == names[-1] else 1.0
+        rate = float(f"{jobs[best].learning_rate * factor:.2g}")
+        if factor != 1.0 and max(rate, *rates) / min(rate, *rates) <= WIDEST:
+            more[f"{side} at {rate:g}"] = dataclasses.replace(jobs[best], learning_rate=rate)
+    return more
 
 
 # ---- reading names
@@ -153,5 +175,6 @@ STUDY = Study(
     configurations=_configurations,
     findings=_findings,
     plot=_plot,
+    extended=_extended,
     chosen=_chosen,
 )
