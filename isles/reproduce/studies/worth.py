@@ -24,7 +24,7 @@ from isles.train.learning_rate import peak
 
 GRID = (0.7, 1.0, 1.4)
 """Of learning rates, times what `isles train` would take, at first."""
-FURTHER, WIDEST = 1.4, 4.0
+FURTHER, WIDEST = 1.4, 4.1
 """The next rate beyond an end of the grid, and how many times its smallest rate the largest may be."""
 OPTIMIZERS = {"AdamW": "adamw", "Muon": "muon"}
 ALONE, PARALLEL, PAPER, OURS = "alone", "data-parallel", "streaming", "gradual"
