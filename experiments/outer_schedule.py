@@ -75,6 +75,22 @@ def late(every: int) -> Runs:
     return {(f"demo adamw M=2: H={every}, {name}", 12.0): job("demo", 12, knobs) for name, knobs in table.items()}
 
 
+def muon(rate: float) -> Runs:
+    """`Method.gradual` with one thing changed, for the other inner optimizer."""
+    table: dict[str, dict[str, Any]] = {
+        "momentum 0.8": {"outer_momentum": 0.8},
+        "momentum 0.6": {"outer_momentum": 0.6},
+        "outer lr 0.7": {"outer_lr": 0.7},
+        "mixing 0": {"mixing": 0.0},
+        "no dense start": {"dense_start": []},
+        "H = 24": {"sync_every": 24},
+    }
+    gradual, label = isles.Method.gradual(sync_every=30).as_dict(), "demo muon M=2: gradual, "
+    return {
+        (label + name, rate): job("demo", rate, {**gradual, **knobs}, inner="muon") for name, knobs in table.items()
+    }
+
+
 def about(setting: str, changes: dict[str, Any]) -> str:
     length = f" x{changes['steps']}" if "steps" in changes else ""
     return f"{setting} {changes.get('inner', 'adamw')} M={changes.get('islands', 2)}{length}"
@@ -107,6 +123,7 @@ GROUPS: dict[str, Callable[[], Runs]] = {
     "twice": lambda: sides("demo", {**THREE, "paper": [12]}, steps=3000),
     "four-times": lambda: sides("demo", {**THREE, "paper": [12]}, steps=6000),
     "eight-islands": lambda: sides("demo", {"parallel": [6], "gradual": [12]}, islands=8),
+    "muon": lambda: muon(22),
     "late": lambda: late(30),
     "late-100": lambda: late(100),
 }
