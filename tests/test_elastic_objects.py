@@ -9,20 +9,18 @@ from hypothesis import given, settings
 
 from isles import MismatchError
 from isles.core.schedule import Schedule
+from isles.elastic.documents import MAX_DOCUMENT_BYTES, DamagedError
 from isles.elastic.log import Log
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import (
-    MAX_DOCUMENT_BYTES,
     Announcement,
     Contribution,
-    DamagedError,
     Manifest,
     Part,
     Run,
     Seal,
     digest,
     open_payload,
-    pack_payload,
     part_name,
     payload_name,
     round_of,
@@ -131,7 +129,7 @@ def test_seals_that_no_island_writes(changes, complaint):
 
 def test_payloads_are_whole_or_damaged():
     body = b"outer gradient"
-    data = pack_payload(Header("store", "fp32", 1, 7, 3, len(body), 30.0, 30, zlib.crc32(body)), body)
+    data = Header("store", "fp32", 1, 7, 3, len(body), 30.0, 30, zlib.crc32(body)).pack() + body
     name = payload_name(7, 12)
     contribution, header = open_payload(name, data)
     assert contribution == Contribution(12, 30.0, 30, len(data), digest(data))

@@ -7,11 +7,11 @@ import pytest
 from isles import LostPeerError, MismatchError
 from isles.core.schedule import Schedule
 from isles.elastic.decisions import Apply, Load, Settings
+from isles.elastic.documents import DamagedError
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import (
     Announcement,
     Blob,
-    DamagedError,
     Manifest,
     Part,
     Run,
@@ -19,7 +19,6 @@ from isles.elastic.objects import (
     digest,
     island_name,
     open_payload,
-    pack_payload,
     part_name,
     payload_name,
     seal_name,
@@ -100,7 +99,7 @@ class Driver:
 
 
 def payload(body):
-    return pack_payload(Header("store", "toy", 0, 1, 1, len(body), 2.0, 2, zlib.crc32(body)), body)
+    return Header("store", "toy", 0, 1, 1, len(body), 2.0, 2, zlib.crc32(body)).pack() + body
 
 
 def islands(count, store=None, **settings):
@@ -111,7 +110,7 @@ def islands(count, store=None, **settings):
 def test_the_first_island_makes_the_run_and_the_next_one_joins_it():
     first, second = islands(2)
     assert (first.member.number, second.member.number) == (0, 1)
-    assert Run.parse(first.store["run.json"]).run == "token-0"
+    assert Run.parse(first.store["run.json"], "run.json").run == "token-0"
     for each in (first, second):
         assert [type(decision) for decision in each.decisions] == [Load]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import isles
+from isles.elastic.documents import MAX_DOCUMENT_BYTES
 from isles.elastic.objects import (
-    MAX_DOCUMENT_BYTES,
     Manifest,
     Part,
     Seal,

@@ -25,13 +25,13 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from isles.elastic.decisions import Decision
+from isles.elastic.documents import DamagedError
 from isles.elastic.lateness import Lateness
 from isles.elastic.objects import (
     ROUNDS,
     SNAPSHOTS,
     Blob,
     Contribution,
-    DamagedError,
     digest,
     open_payload,
     round_of,

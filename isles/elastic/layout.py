@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from isles.elastic.objects import DamagedError
+from isles.elastic.documents import DamagedError
 from isles.wire.codec import Codec
 from isles.wire.world import Joining
 

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from isles.elastic.decisions import Apply, Load
+from isles.elastic.documents import DamagedError
 from isles.elastic.layout import Layout, check_sizes, label, pack_fragments, unpack_state
 from isles.elastic.numbering import Numbering
-from isles.elastic.objects import Contribution, DamagedError, Manifest, digest
+from isles.elastic.objects import Contribution, Manifest, digest
 from isles.elastic.ranks import ROOT, News, Ranks
 from isles.elastic.session import LEAVE_SECONDS, NOTHING, RoundHandle, Session
 from isles.wire import reduction

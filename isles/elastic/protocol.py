@@ -43,10 +43,10 @@ from typing import Any
 
 from isles.elastic import snapshots
 from isles.elastic.decisions import Apply, Decision, Load, Settings
+from isles.elastic.documents import MAX_DOCUMENT_BYTES
 from isles.elastic.log import Log
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import (
-    MAX_DOCUMENT_BYTES,
     RUN,
     Announcement,
     Blob,
@@ -252,7 +252,7 @@ class Member:
         if answer.status == "missing":
             snapshots.put_all(self._requests, self._start, now, self._make_run)
             return
-        run = Run.parse(answer.value)
+        run = Run.parse(answer.value, RUN)
         run.check(self._own)
         self._run, self._run_digest, self.log.gone_after = run, digest(answer.value), run.gone_after
         self._find_snapshot(0, now)

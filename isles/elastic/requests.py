@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from isles.elastic.objects import MAX_DOCUMENT_BYTES, ROUNDS, DamagedError
+from isles.elastic.documents import MAX_DOCUMENT_BYTES, DamagedError
+from isles.elastic.objects import ROUNDS
 from isles.wire.world import LostPeerError, MismatchError
 
 LEAST_ATTEMPTS = 5

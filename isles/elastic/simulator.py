@@ -23,6 +23,7 @@ from typing import Any
 
 from isles.core.schedule import Schedule
 from isles.elastic.decisions import Apply, Decision, Settings
+from isles.elastic.documents import DamagedError
 from isles.elastic.faults import REQUEST_TIMEOUT, Faults, Path
 from isles.elastic.invariants import Checker, Violation
 from isles.elastic.numbering import Numbering
@@ -31,7 +32,6 @@ from isles.elastic.objects import (
     SNAPSHOTS,
     Blob,
     Contribution,
-    DamagedError,
     Manifest,
     Part,
     Run,

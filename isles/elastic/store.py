@@ -25,7 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isles.elastic.objects import MAX_DOCUMENT_BYTES, ROUNDS
+from isles.elastic.documents import MAX_DOCUMENT_BYTES
+from isles.elastic.objects import ROUNDS
 from isles.elastic.requests import Answer, Operation
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https")
