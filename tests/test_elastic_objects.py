@@ -163,16 +163,16 @@ def test_another_model_or_method_is_refused():
     ],
 )
 def test_the_log_refuses_seals_that_do_not_follow(changes, complaint):
-    log = Log(Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0)), gone_after=3)
-    log.begin(0, SHA)
+    log = Log(Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0)))
+    log.begin(SHA, gone_after=3)
     with pytest.raises(MismatchError, match=f"seals/00000001.json: its {complaint}"):
         log.append(seal(**changes), SHA)
 
 
 def test_whom_the_log_names():
     """Waited for: who is in the last seal, and newcomers. Looked for: who is named by one of the last three."""
-    log = Log(Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0)), gone_after=3)
-    log.begin(0, SHA)
+    log = Log(Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0)))
+    log.begin(SHA, gone_after=3)
     log.known = 2
     assert log.expected == log.wanted == (0, 1)
     both = tuple(Contribution(island, 2.0, 2, 200, SHA) for island in (0, 1))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from isles.elastic.decisions import Settings
 from isles.elastic.documents import MAX_DOCUMENT_BYTES, DamagedError
 from isles.elastic.objects import ROUNDS
 from isles.wire.world import LostPeerError, MismatchError
@@ -73,9 +74,9 @@ class Requests:
     callback that raises `DamagedError`. An operation that has been of no use for `timeout` seconds is an error.
     """
 
-    def __init__(self, backoff: float, longest_backoff: float, timeout: float, seed: str) -> None:
+    def __init__(self, settings: Settings, seed: str) -> None:
         self.ready: list[Operation] = []
-        self._backoff, self._longest, self._timeout = backoff, longest_backoff, timeout
+        self._settings = settings
         self._pending: dict[Operation, _Pending] = {}
         self._later: list[tuple[float, int, Operation]] = []
         self._order, self._random = itertools.count(), random.Random(seed)
@@ -116,11 +117,13 @@ class Requests:
 
     def _start_again(self, operation: Operation, pending: _Pending, why: str, now: float) -> None:
         pending.attempts += 1
-        if now - pending.since > self._timeout and pending.attempts >= LEAST_ATTEMPTS:
+        if now - pending.since > self._settings.timeout and pending.attempts >= LEAST_ATTEMPTS:
             tried = (
                 f"{operation.kind} {operation.name} has failed {pending.attempts} times in {now - pending.since:.0f} s"
             )
             raise LostPeerError(f"{tried}: {why}")
         self._pending[operation] = pending
-        pause = min(self._longest, self._backoff * 2 ** (pending.attempts - 1)) * self._random.uniform(0.5, 1.0)
+        pause = min(
+            self._settings.longest_backoff, self._settings.backoff * 2 ** (pending.attempts - 1)
+        ) * self._random.uniform(0.5, 1.0)
         heapq.heappush(self._later, (now + pause, next(self._order), operation))

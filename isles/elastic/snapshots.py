@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from isles.elastic.objects import ROUNDS, SNAPSHOTS, Manifest, Part, manifest_name, round_of
+from isles.elastic.objects import ROUNDS, SNAPSHOTS, Blob, Manifest, Part, manifest_name, part_name, round_of
 from isles.elastic.requests import Answer, Requests
 from isles.wire.world import MismatchError
 
@@ -36,11 +36,13 @@ def put_all(requests: Requests, parts: Mapping[str, Any], now: float, then: Call
         requests.start(now, "put", name, partial(stored, name), body)
 
 
-def save(requests: Requests, manifest: Manifest, parts: Mapping[str, Any], now: float) -> None:
-    """Writes a snapshot, then deletes what nobody will need again."""
+def save(requests: Requests, number: int, seal: str, parts: Mapping[str, tuple[Blob, Any]], now: float) -> None:
+    """Writes a snapshot, then deletes what nobody will need again. `parts`: by label, what each is, and its body."""
+    names = {label: part_name(number, label, blob.sha256) for label, (blob, _) in parts.items()}
+    manifest = Manifest(number, seal, tuple(Part(names[label], *blob) for label, (blob, _) in parts.items()))
 
     def create(later: float) -> None:
-        requests.start(later, "create", manifest_name(manifest.round), collect, manifest.pack())
+        requests.start(later, "create", manifest_name(number), collect, manifest.pack())
 
     def collect(_: Answer, later: float) -> None:
         requests.start(later, "list", SNAPSHOTS, delete_snapshots)
@@ -57,7 +59,7 @@ def save(requests: Requests, manifest: Manifest, parts: Mapping[str, Any], now: 
             if (number := round_of(name)) is not None and number <= last:
                 requests.start(later, "delete", name, lambda answer, later: None)
 
-    put_all(requests, parts, now, create)
+    put_all(requests, {names[label]: body for label, (_, body) in parts.items()}, now, create)
 
 
 # ---- loading
