@@ -11,7 +11,6 @@ from isles.elastic.documents import DamagedError
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import (
     Announcement,
-    Blob,
     Manifest,
     Part,
     Run,
@@ -22,9 +21,10 @@ from isles.elastic.objects import (
     part_name,
     payload_name,
     seal_name,
+    told_of,
 )
 from isles.elastic.protocol import Member
-from isles.elastic.requests import Answer
+from isles.elastic.requests import Answer, perform
 from isles.wire.message import Header
 
 PATIENCE, GONE_AFTER = 10.0, 3
@@ -66,25 +66,13 @@ class Driver:
             if written:
                 store[name] = operation.body
             return answer
-        if kind in ("put", "create"):
-            if kind == "create" and name in store:
-                return Answer("exists")
-            store[name] = operation.body
-            return Answer("ok")
-        if kind == "delete":
-            store.pop(name, None)
-            return Answer("ok")
-        if kind == "list":
-            return Answer("ok", [each for each in store if each.startswith(name)])
-        if name not in store:
-            return Answer("missing")
-        if name.startswith("rounds/"):
-            try:
-                return Answer("ok", open_payload(name, store[name])[0])
-            except DamagedError:
-                return Answer("damaged")
-        large = name.startswith("snapshots/") and not name.endswith(".json")
-        return Answer("ok", Blob(len(store[name]), digest(store[name])) if large else store[name])
+        answer = perform(store, operation)
+        if kind != "get" or answer.status != "ok":
+            return answer
+        try:
+            return Answer("ok", told_of(name, store[name]))
+        except DamagedError:
+            return Answer("damaged")
 
     def send(self, number):
         """Takes the steps up to a round, and sends it."""

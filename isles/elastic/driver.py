@@ -29,10 +29,10 @@ from isles.elastic.documents import DamagedError
 from isles.elastic.lateness import Lateness
 from isles.elastic.objects import (
     ROUNDS,
-    SNAPSHOTS,
     Blob,
     Contribution,
     digest,
+    is_part,
     open_payload,
     round_of,
 )
@@ -150,7 +150,7 @@ class Driver:
     def _start_operations(self) -> None:
         """After every call, with the lock held."""
         for operation in self.member.operations():
-            (self._bulk if _is_part(operation.name) else self._operations).put(operation)
+            (self._bulk if is_part(operation.name) else self._operations).put(operation)
         self._start_averages()
         self._changed.notify_all()
 
@@ -193,7 +193,7 @@ class Driver:
             with self._changed:
                 self.kept[name] = data
             return Answer("ok", contribution)
-        if _is_part(name):
+        if is_part(name):
             with self._changed:
                 self.kept[name] = data
             return Answer("ok", Blob(len(data), digest(data)))
@@ -236,8 +236,3 @@ class Driver:
         if self._failure is not None:
             kind = type(self._failure) if isinstance(self._failure, (LostPeerError, ValueError)) else RuntimeError
             raise kind(str(self._failure)) from self._failure
-
-
-def _is_part(name: str) -> bool:
-    """Of a snapshot: large, and nobody waits for it in the loop."""
-    return name.startswith(SNAPSHOTS) and "-" in name

@@ -91,6 +91,11 @@ def round_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_part(name: str) -> bool:
+    """Whether this names a part of a snapshot."""
+    return name.startswith(SNAPSHOTS) and "-" in name
+
+
 def digest(data: bytes) -> str:
     """sha256, as it is written in seals and manifests."""
     return hashlib.sha256(data).hexdigest()
@@ -246,3 +251,10 @@ def open_payload(name: str, data: bytes) -> tuple[Contribution, Header]:
         raise DamagedError(f"{name}: the payload of island {island} is damaged or cut short")
     closing = header.form == CLOSING_FORM
     return Contribution(island, header.weight, header.step, len(data), digest(data), closing), header
+
+
+def told_of(name: str, data: bytes) -> Contribution | Blob | bytes:
+    """What the protocol is told of an object that was read. The bytes of large ones stay with the driver."""
+    if name.startswith(ROUNDS):
+        return open_payload(name, data)[0]
+    return Blob(len(data), digest(data)) if is_part(name) else data

@@ -56,6 +56,27 @@ class Operation:
     """The most bytes that a get may answer with. Compare with the size that the store states, before reading."""
 
 
+def perform(store: dict[str, Any], operation: Operation) -> Answer:
+    """What the operations mean, on a store that is a dictionary.
+
+    >>> store = {"a/1": b"one"}
+    >>> [perform(store, Operation(kind, "a/1", b"two")).status for kind in ("create", "put", "delete", "get")], store
+    (['exists', 'ok', 'ok', 'missing'], {})
+    """
+    kind, name = operation.kind, operation.name
+    if kind == "list":
+        return Answer("ok", [each for each in store if each.startswith(name)])
+    if kind == "get":
+        return Answer("ok", store[name]) if name in store else Answer("missing")
+    if kind == "create" and name in store:
+        return Answer("exists")
+    if kind == "delete":
+        store.pop(name, None)
+    else:
+        store[name] = operation.body
+    return Answer("ok")
+
+
 Then = Callable[[Answer, float], str | None]
 """Called with the answer and the time. Returns None, or why the answer is of no use: the operation starts again."""
 
