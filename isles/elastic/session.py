@@ -38,7 +38,7 @@ from isles.wire.message import HEADER_BYTES, Header, bytes_of, checksum, tensor_
 from isles.wire.world import Handle, Joining, LostPeerError, Mean, Missed, MissedRound, Payload, Snapshot
 
 if TYPE_CHECKING:
-    from isles.elastic.lock_step import Follower
+    from isles.elastic.follower import Follower
 
 LEAST_PATIENCE = 10.0
 LEAVE_SECONDS = 10.0
