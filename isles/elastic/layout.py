@@ -74,7 +74,7 @@ def label(fragment: int, rank: int = 0) -> str:
 
 def pack_fragments(state: list[dict[str, Tensor]], rank: int = 0) -> dict[str, bytes]:
     """The parts of a snapshot that a rank has, by label."""
-    return {label(index, rank): pack_state(tensors) for index, tensors in enumerate(state)}
+    return {label(index, rank): _pack(tensors) for index, tensors in enumerate(state)}
 
 
 def check_sizes(number: int, fragments: list[dict[str, Tensor]], numels: list[int]) -> None:
@@ -84,7 +84,7 @@ def check_sizes(number: int, fragments: list[dict[str, Tensor]], numels: list[in
         raise DamagedError(f"snapshot {number} has fragments of {sizes} values, not {numels}")
 
 
-def pack_state(tensors: dict[str, Tensor]) -> bytes:
+def _pack(tensors: dict[str, Tensor]) -> bytes:
     """A part of a snapshot: safetensors, the same bytes whoever writes them."""
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in sorted(tensors.items())})
 

@@ -14,14 +14,12 @@ bucket, but not the key, cannot make islands read anything: neither new objects 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +229,7 @@ def probe_store(url: str, key: str | bytes | None = None, **options: Any) -> Non
 def probe(store: ObjectStore) -> None:
     """The same for a store that is open."""
     name, bodies = f"probes/{uuid.uuid4().hex}", [b"first", b"second"]
-    with _removed(store, name):
+    try:
         first, second = (store.insist(Operation("create", name, body)) for body in bodies)
         if first.status != "ok":
             advice = "check that it exists, and that these credentials may write to it"
@@ -246,11 +244,5 @@ def probe(store: ObjectStore) -> None:
             raise ValueError(f"cannot read what was written to {store.url}: {found.value or found.status}")
         if found.value != bodies[0]:
             raise ValueError(f"{store.url} returned other bytes than were written: use another store")
-
-
-@contextlib.contextmanager
-def _removed(store: ObjectStore, name: str) -> Iterator[None]:
-    try:
-        yield
     finally:
         store.perform(Operation("delete", name))
