@@ -206,7 +206,7 @@ class Driver:
 
     def _run_timer(self) -> None:
         with self._changed:
-            while not self._stopped:
+            while not self._stopped and self._failure is None:
                 pause = self.member.wake_at - time.monotonic()
                 if pause <= 0:
                     self._tell(self.member.wake)

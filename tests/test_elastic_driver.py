@@ -1,0 +1,70 @@
+"""Threads around the protocol: a driver with a member and a store that do what a test says."""
+
+import math
+import threading
+
+import pytest
+
+from isles import LostPeerError
+from isles.elastic.driver import Driver
+from isles.elastic.requests import Answer
+from tests.stores import threads
+
+
+class Quiet:
+    """A member that asks for what a test puts into `asked`, and does nothing with the answers."""
+
+    def __init__(self):
+        self.asked, self.answers = [], []
+        self.taken, self.wake_at = -1, math.inf
+
+    def operations(self):
+        asked, self.asked = self.asked, []
+        return asked
+
+    def answer(self, operation, answer, now):
+        self.answers.append((operation.kind, operation.name, answer.status))
+
+    def ready(self, number):
+        return None
+
+
+class Store:
+    """Answers everything at once."""
+
+    def perform(self, operation):
+        return Answer("ok", b"")
+
+
+@pytest.fixture
+def drive():
+    drivers = []
+
+    def make(member, store=None):
+        drivers.append(Driver(store or Store(), lambda now: member, lambda number, header: None))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        threads(driver.stop, seconds=20.0)
+
+
+def test_after_an_error_the_timer_does_not_keep_the_training_loop_from_hearing_of_it(drive):
+    """Requests that wait to be tried again are due for ever, once nobody starts them."""
+    failed = threading.Event()
+
+    class Failing(Quiet):
+        def wake(self, now):
+            failed.set()
+            raise LostPeerError("the store is gone")
+
+    member = Failing()
+    driver = drive(member)
+
+    def due(now):
+        member.wake_at = now
+
+    driver.call(due)
+    assert failed.wait(20.0)
+    with pytest.raises(LostPeerError, match="the store is gone"):
+        threads(lambda: driver.call(lambda now: None), seconds=20.0)
