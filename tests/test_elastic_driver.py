@@ -7,7 +7,7 @@ import pytest
 
 from isles import LostPeerError
 from isles.elastic.driver import Driver
-from isles.elastic.requests import Answer
+from isles.elastic.requests import Answer, Operation
 from tests.stores import threads
 
 
@@ -68,3 +68,18 @@ def test_after_an_error_the_timer_does_not_keep_the_training_loop_from_hearing_o
     assert failed.wait(20.0)
     with pytest.raises(LostPeerError, match="the store is gone"):
         threads(lambda: driver.call(lambda now: None), seconds=20.0)
+
+
+def test_what_a_store_thread_does_not_expect_reaches_the_training_loop(drive):
+    """A thread that died of it would leave an operation without an answer, and somebody waiting for it."""
+
+    class Broken(Store):
+        def perform(self, operation):
+            raise MemoryError("no room for rounds/00000001/0000")
+
+    member = Quiet()
+    driver = drive(member, Broken())
+    driver.call(lambda now: member.asked.append(Operation("get", "rounds/00000001/0000")))
+    assert driver.wait_until(lambda: False, 20.0)
+    with pytest.raises(RuntimeError, match="no room for rounds/00000001/0000"):
+        driver.call(lambda now: None)

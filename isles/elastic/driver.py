@@ -162,14 +162,20 @@ class Driver:
 
     def _run_operations(self, operations: Operations) -> None:
         while (operation := operations.get()) is not None and not self._stopped:
-            begin = time.monotonic()
-            done = self._store.perform(operation)
-            if done.status == "ok" and operation.name.startswith(ROUNDS) and operation.kind in self._transfers:
-                self._transfers[operation.kind].append(time.monotonic() - begin)
-            answer, end = self._opened(operation, done), time.monotonic()
-            with self._changed:
-                self._lateness.note(operation, done, begin, end)
-                self._tell(self.member.answer, operation, answer)
+            try:
+                self._perform(operation)
+            except Exception as error:  # or somebody would wait for ever for the answer
+                self.fail(error)
+
+    def _perform(self, operation: Operation) -> None:
+        begin = time.monotonic()
+        done = self._store.perform(operation)
+        if done.status == "ok" and operation.name.startswith(ROUNDS) and operation.kind in self._transfers:
+            self._transfers[operation.kind].append(time.monotonic() - begin)
+        answer, end = self._opened(operation, done), time.monotonic()
+        with self._changed:
+            self._lateness.note(operation, done, begin, end)
+            self._tell(self.member.answer, operation, answer)
 
     def _opened(self, operation: Operation, answer: Answer) -> Answer:
         """Payloads and parts of snapshots stay here; the protocol is told what they are. A payload that is damaged
