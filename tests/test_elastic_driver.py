@@ -83,3 +83,23 @@ def test_what_a_store_thread_does_not_expect_reaches_the_training_loop(drive):
     assert driver.wait_until(lambda: False, 20.0)
     with pytest.raises(RuntimeError, match="no room for rounds/00000001/0000"):
         driver.call(lambda now: None)
+
+
+def test_a_seal_does_not_wait_for_garbage_that_is_deleted(drive):
+    """Whoever writes a snapshot deletes hundreds of payloads: more than there are connections."""
+    go_on = threading.Event()
+
+    class Slow(Store):
+        def perform(self, operation):
+            if operation.kind == "delete":
+                go_on.wait(60.0)
+            return super().perform(operation)
+
+    member = Quiet()
+    driver = drive(member, Slow())
+    garbage = [Operation("delete", f"rounds/{number:08d}/0000") for number in range(1, 100)]
+    driver.call(lambda now: member.asked.extend([*garbage, Operation("create", "seals/00000100.json", b"{}")]))
+    assert driver.wait_until(lambda: ("create", "seals/00000100.json", "ok") in member.answers, 20.0)
+    assert not go_on.is_set()
+    go_on.set()
+    assert driver.wait_until(lambda: len(member.answers) == 100, 20.0)

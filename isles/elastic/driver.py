@@ -5,7 +5,7 @@ something for it, the training loop, a store operation that has ended, a timer, 
 it, and starts the operations that it asks for. Everything that takes time happens outside the lock:
 
     store     up to `CONNECTIONS` operations at a time: requests, and checksums of what they bring. Parts of snapshots
-              have `BULK_CONNECTIONS` of their own, so that payloads and seals never wait for them
+              and deletes have `BULK_CONNECTIONS` of their own, so that payloads and seals never wait for them
     codec     one job after the other: encodes what is sent, averages what is sealed, takes the outer step ahead of time
     timer     wakes the protocol when it has nothing else to wake it
 
@@ -150,7 +150,8 @@ class Driver:
     def _start_operations(self) -> None:
         """After every call, with the lock held."""
         for operation in self.member.operations():
-            (self._bulk if is_part(operation.name) else self._operations).put(operation)
+            bulk = operation.kind == "delete" or is_part(operation.name)
+            (self._bulk if bulk else self._operations).put(operation)
         self._start_averages()
         self._changed.notify_all()
 
