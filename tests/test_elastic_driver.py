@@ -103,3 +103,14 @@ def test_a_seal_does_not_wait_for_garbage_that_is_deleted(drive):
     assert not go_on.is_set()
     go_on.set()
     assert driver.wait_until(lambda: len(member.answers) == 100, 20.0)
+
+
+def test_what_is_known_of_bad_payloads_does_not_grow_with_the_run(drive):
+    member = Quiet()
+    driver = drive(member)  # its payloads are empty, which no payload is
+    for number in range(1, 201):
+        driver.call(lambda now, number=number: member.asked.append(Operation("get", f"rounds/{number:08d}/0001")))
+        assert driver.wait_until(lambda number=number: len(member.answers) == number, 20.0)
+        driver.forget(number - 1)
+    assert {status for _, _, status in member.answers} == {"damaged"}
+    assert len(driver._refused) <= 1

@@ -127,6 +127,7 @@ class Driver:
         with self._changed:
             self._averages = {k: each for k, each in self._averages.items() if k > number}
             self.kept = {name: data for name, data in self.kept.items() if (round_of(name) or 0) > number}
+            self._refused = {name for name in self._refused if (round_of(name) or 0) > number}
             self._lateness.forget(number)
 
     def left_out(self, number: int) -> float | None:
@@ -207,8 +208,10 @@ class Driver:
         return answer
 
     def _refuse(self, name: str, why: str) -> None:
-        if name not in self._refused:
+        with self._changed:
+            known = name in self._refused
             self._refused.add(name)
+        if not known:
             logger.warning("%s is left out: %s", name, why)
 
     def _run_timer(self) -> None:
