@@ -22,6 +22,9 @@ from isles.wire.world import LostPeerError, MismatchError
 LEAST_ATTEMPTS = 5
 """Before an operation is given up, however long it took: the process may have slept."""
 
+MOST_DOUBLINGS = 30
+"""Of a pause: beyond that the number would be too large for a float one day."""
+
 Kind = Literal["get", "put", "create", "list", "delete"]
 Status = Literal["ok", "exists", "missing", "again", "damaged", "failed"]
 
@@ -138,13 +141,10 @@ class Requests:
 
     def _start_again(self, operation: Operation, pending: _Pending, why: str, now: float) -> None:
         pending.attempts += 1
-        if now - pending.since > self._settings.timeout and pending.attempts >= LEAST_ATTEMPTS:
-            tried = (
-                f"{operation.kind} {operation.name} has failed {pending.attempts} times in {now - pending.since:.0f} s"
-            )
+        seconds, settings = now - pending.since, self._settings
+        if seconds > settings.timeout and pending.attempts >= LEAST_ATTEMPTS:
+            tried = f"{operation.kind} {operation.name} has failed {pending.attempts} times in {seconds:.0f} s"
             raise LostPeerError(f"{tried}: {why}")
         self._pending[operation] = pending
-        pause = min(
-            self._settings.longest_backoff, self._settings.backoff * 2 ** (pending.attempts - 1)
-        ) * self._random.uniform(0.5, 1.0)
-        heapq.heappush(self._later, (now + pause, next(self._order), operation))
+        pause = min(settings.longest_backoff, settings.backoff * 2 ** min(pending.attempts - 1, MOST_DOUBLINGS))
+        heapq.heappush(self._later, (now + pause * self._random.uniform(0.5, 1.0), next(self._order), operation))
