@@ -203,6 +203,15 @@ def test_nothing_was_written_so_it_is_tried_again():
     assert driver.member.log.tail == 1
 
 
+@pytest.mark.parametrize("name", ["run.json", island_name(0), seal_name(1)])
+def test_a_store_that_refuses_and_has_nothing_is_tried_with_pauses_and_given_up_at_last(name):
+    driver = Driver({}, "me")
+    driver.answers["create", name] = [(Answer("exists"), False)] * 1000
+    with pytest.raises(LostPeerError, match=f"create {name} has failed .* it exists, and has nothing of this name"):
+        (driver if name != seal_name(1) else driver.run().send(1)).run(200.0)
+    assert len(driver.answers["create", name]) > 950
+
+
 def test_somebody_else_was_first():
     driver = Driver({island_name(0): Announcement("other", 1).pack()}, "me").run()
     assert driver.member.number == 1

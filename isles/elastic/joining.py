@@ -15,7 +15,7 @@ from typing import Any
 
 from isles.elastic.looks import Looks
 from isles.elastic.objects import RUN, Announcement, Run, digest, island_name
-from isles.elastic.requests import Answer, Requests
+from isles.elastic.requests import Answer, Requests, Then
 from isles.elastic.snapshots import put_all
 
 
@@ -27,13 +27,17 @@ def open_run(
     def read(answer: Answer, later: float) -> None:
         if answer.status == "missing":
             put_all(requests, start, later, make)
-            return
-        run = Run.parse(answer.value, RUN)
-        run.check(own)
-        then(run, digest(answer.value), later)
+        else:
+            join(answer.value, later)
 
     def make(later: float) -> None:
-        requests.start(later, "create", RUN, lambda _, last: requests.start(last, "get", RUN, read), own.pack())
+        created: Then = lambda answer, last: join(answer.value or own.pack(), last)
+        requests.start(later, "create", RUN, created, own.pack())
+
+    def join(data: bytes, later: float) -> None:
+        run = Run.parse(data, RUN)
+        run.check(own)
+        then(run, digest(data), later)
 
     requests.start(now, "get", RUN, read)
 
@@ -41,18 +45,12 @@ def open_run(
 def claim(looks: Looks, island: int, own: Announcement, now: float, then: Callable[[int, float], None]) -> None:
     """Takes the number `island`, or the next one that is free; calls back with it."""
 
+    name = island_name(island)
+
     def created(answer: Answer, later: float) -> None:
-        if answer.status == "exists":
-            looks.ask(later, island_name(island), compare)
-        else:
-            then(island, later)
-
-    def compare(answer: Answer, later: float) -> None:
-        if answer.status == "missing":  # a store that refused without having it: try again
-            claim(looks, island, own, later, then)
-        elif Announcement.parse(answer.value, island_name(island)).token == own.token:  # the answer had been lost
-            then(island, later)
-        else:
+        if answer.status == "exists" and Announcement.parse(answer.value, name).token != own.token:
             claim(looks, island + 1, own, later, then)
+        else:
+            then(island, later)
 
-    looks.ask(now, island_name(island), created, "create", own.pack())
+    looks.ask(now, name, created, "create", own.pack())

@@ -67,7 +67,7 @@ class Looks:
         self._time = now
         following = self._log.tail + 1
         for number in range(following, following + self._num_seals):
-            self.ask_for_seal(number, now)
+            self.ask(now, seal_name(number), partial(self._on_seal, number))
         if own is None:
             return
         self.ask(now, island_name(self._log.known), self._on_announcement)
@@ -95,9 +95,6 @@ class Looks:
             return useless
 
         self._requests.start(now, kind, name, answered, body, limit)
-
-    def ask_for_seal(self, number: int, now: float) -> None:
-        self.ask(now, seal_name(number), partial(self._on_seal, number))
 
     def ask_for_payloads(self, number: int, islands: Iterable[int], own: int, now: float) -> bool:
         """Those that have not been seen; returns whether there are any."""

@@ -182,11 +182,9 @@ class Member(Reader):
         data = Seal(number, fragment, clock, contributions, missing, log.known, log.digest(number - 1)).pack()
 
         def created(answer: Answer, later: float) -> None:
+            self._looks.found_seal(number, answer.value or data)
             if answer.status == "ok":
-                self._looks.found_seal(number, data)
                 self.sealed.add(number)
-            else:
-                self._looks.ask_for_seal(number, later)
 
         self._create_seal(number, data, created, now)
         return True

@@ -2,7 +2,11 @@
 
 A driver takes operations from `ready`, performs them in any order and at the same time, and brings every answer back,
 late if need be. An operation that could not be performed, or whose answer was lost, is started again after a pause that
-doubles each time. So an operation may be performed twice, and a create that says "exists" may have been our own.
+doubles each time. So an operation may be performed twice.
+
+Put-if-absent ("create") needs more care. That a name is taken (409, 412) can mean three things: somebody else was
+first; our own first attempt was, and its answer was lost; or the store has refused and has nothing. So whoever is told
+"exists" is told what is there, and a create of a name that nothing has is tried again.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from isles.elastic.decisions import Settings
@@ -34,7 +39,7 @@ class Answer(NamedTuple):
 
     ok        done. Value of a get: the bytes of a document; a `Contribution` for a payload and a `Blob` for a part of a
               snapshot, whose bytes the driver keeps. Of a list: the names, in any order.
-    exists    a create found the name taken (409, 412), if only by its own earlier attempt
+    exists    a create found the name taken (409, 412). The protocol gets what is there as the value
     missing   nothing has this name
     again     nobody knows whether it was done: time-out, lost answer, 429, 500, 503
     damaged   what was read is not what was written: a wrong checksum, or a wrong key. A payload counts as not there,
@@ -123,11 +128,21 @@ class Requests:
             raise MismatchError(str(answer.value))
         del self._pending[operation]
         try:
+            if answer.status == "exists":
+                self.start(now, "get", operation.name, partial(self._on_there, operation, pending))
+                return
             useless = (answer.value or "no answer") if answer.status == "again" else pending.then(answer, now)
         except DamagedError as error:
             useless = str(error)
         if useless:
             self._start_again(operation, pending, useless, now)
+
+    def _on_there(self, create: Operation, pending: _Pending, answer: Answer, now: float) -> str | None:
+        """What has the name that a create found taken."""
+        if answer.status == "ok":
+            return pending.then(Answer("exists", answer.value), now)
+        self._start_again(create, pending, "the store says that it exists, and has nothing of this name", now)
+        return None
 
     def wake(self, now: float) -> None:
         while self._later and self._later[0][0] <= now:
