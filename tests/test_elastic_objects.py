@@ -127,6 +127,11 @@ def test_seals_that_no_island_writes(changes, complaint):
         Seal.parse(json.dumps(fields).encode(), "seals/00000001.json")
 
 
+def test_a_snapshot_has_parts():
+    with pytest.raises(MismatchError, match=r"parts is \(\), and must be names of the snapshot 3"):
+        Manifest.parse(Manifest(3, SHA, ()).pack(), "snapshots/00000003/manifest.json")
+
+
 def test_payloads_are_whole_or_damaged():
     body = b"outer gradient"
     data = Header("store", "fp32", 1, 7, 3, len(body), 30.0, 30, zlib.crc32(body)).pack() + body

@@ -11,6 +11,7 @@ from isles.elastic.documents import DamagedError
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import (
     Announcement,
+    Blob,
     Manifest,
     Part,
     Run,
@@ -239,6 +240,29 @@ def test_a_payload_that_is_damaged_is_not_sealed():
     first.store[payload_name(1, 1)] = first.store[payload_name(1, 1)][:-1]
     first.send(1).run(PATIENCE)
     assert (first.seal(1).islands, first.seal(1).missing) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "-state"])
+def test_a_snapshot_that_is_not_complete_is_an_error_at_last(lost):
+    """Of the newest one something is missing, and nobody writes a newer one."""
+    (first,) = islands(1)
+    for number in (1, 2):
+        first.send(number)
+        if first.decisions[-1].save:
+            first.member.save(first.decisions[-1], {"state": (Blob(1, digest(b"2")), b"2")}, first.now)
+            first.run()
+    gone = next(name for name in first.store if name.startswith("snapshots/00000002/") and name.endswith(lost))
+    late, lists = Driver(first.store, "late"), []
+    perform = late.perform
+
+    def missing(operation):
+        lists.extend([operation] * (operation.kind == "list"))
+        return Answer("missing") if (operation.kind, operation.name) == ("get", gone) else perform(operation)
+
+    late.perform = missing
+    with pytest.raises(LostPeerError, match=f"get {gone} has failed .* it is missing, and there is no newer snapshot"):
+        late.run(200.0)
+    assert len(lists) < 50
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])

@@ -178,7 +178,7 @@ class Manifest(Document):
     parts: tuple[Part, ...]
 
     def rules(self) -> dict[str, Rule]:
-        of_round = lambda parts: all(round_of(part.name) == self.round for part in parts)
+        of_round = lambda parts: bool(parts) and all(round_of(part.name) == self.round for part in parts)
         of_seal = lambda seal: not self.round or SHA256.fullmatch(seal) is not None
         return {
             "parts": Rule(of_round, f"names of the snapshot {self.round}"),
