@@ -34,14 +34,16 @@ PATIENCE, GONE_AFTER = 10.0, 3
 class Driver:
     """An island without an engine: sends a round at every second step and applies it at once."""
 
-    def __init__(self, store, token, method="toy", **settings):
+    def __init__(self, store, token, method="toy", joins=False, observe=False, **settings):
+        """`joins`: it has found a run, and brings no state to make one of."""
         self.store, self.now, self.answers, self.decisions, self.clock = store, 0.0, {}, [], 0
         start = b"start"
         part = Part(part_name(0, "state", digest(start)), len(start), digest(start))
         own = Run(token, method, "model", GONE_AFTER, Manifest(0, "", (part,)))
         numbering = Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0))
         options = Settings(**{"patience": PATIENCE, "timeout": 60.0, "snapshot_every": 2, **settings})
-        self.member = Member(own, {part.name: start}, numbering, options, token, self.now)
+        parts = {} if joins else {part.name: start}
+        self.member = Member(own, parts, numbering, options, token, self.now, observe=observe)
 
     def run(self, seconds=1.0):
         end = self.now + seconds
@@ -240,6 +242,19 @@ def test_a_payload_that_is_damaged_is_not_sealed():
     first.store[payload_name(1, 1)] = first.store[payload_name(1, 1)][:-1]
     first.send(1).run(PATIENCE)
     assert (first.seal(1).islands, first.seal(1).missing) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("observe", [False, True])
+def test_who_has_seen_a_run_never_makes_another_one(observe):
+    """A store that says once that run.json is missing changes nothing; one that keeps saying so is an error."""
+    islands(1, store := {})
+    late = Driver(store, "late", joins=True, observe=observe)
+    late.answers["get", "run.json"] = [(Answer("missing"), False)] * 2
+    assert late.run(5.0).member.joined
+    late = Driver({}, "lost", joins=True, observe=observe)
+    with pytest.raises(LostPeerError, match=r"get run\.json has failed .* it was there, and is missing"):
+        late.run(200.0)
+    assert late.store == {}
 
 
 @pytest.mark.parametrize("lost", ["manifest.json", "-state"])

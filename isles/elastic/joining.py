@@ -22,13 +22,19 @@ from isles.elastic.snapshots import put_all
 def open_run(
     requests: Requests, own: Run, start: Mapping[str, Any], now: float, then: Callable[[Run, str, float], None]
 ) -> None:
-    """Reads run.json, or makes it: `own`, with the parts of its state, by name. Calls back with its digest."""
+    """Reads run.json, or makes it: `own`, with the parts of its state, by name. Calls back with its digest.
 
-    def read(answer: Answer, later: float) -> None:
-        if answer.status == "missing":
+    Who brings no state has seen the run before, and never makes one.
+    """
+
+    def read(answer: Answer, later: float) -> str | None:
+        if answer.status == "ok":
+            join(answer.value, later)
+        elif start:
             put_all(requests, start, later, make)
         else:
-            join(answer.value, later)
+            return "it was there, and is missing"
+        return None
 
     def make(later: float) -> None:
         created: Then = lambda answer, last: join(answer.value or own.pack(), last)
