@@ -257,15 +257,35 @@ def test_who_has_seen_a_run_never_makes_another_one(observe):
     assert late.store == {}
 
 
-@pytest.mark.parametrize("lost", ["manifest.json", "-state"])
-def test_a_snapshot_that_is_not_complete_is_an_error_at_last(lost):
-    """Of the newest one something is missing, and nobody writes a newer one."""
+def with_a_snapshot():
+    """An island that has written one after its second round."""
     (first,) = islands(1)
     for number in (1, 2):
         first.send(number)
         if first.decisions[-1].save:
             first.member.save(first.decisions[-1], {"state": (Blob(1, digest(b"2")), b"2")}, first.now)
             first.run()
+    return first
+
+
+@pytest.mark.parametrize("rename", [False, True], ids=["a seal was deleted", "a snapshot of the future"])
+def test_a_snapshot_whose_seals_are_not_there_is_an_error_at_last(rename):
+    store = with_a_snapshot().store
+    if rename:
+        for name in [name for name in store if name.startswith("snapshots/00000002/")]:
+            store[name.replace("2", "9", 1)] = store[name].replace(b"00000002", b"00000009").replace(b":2", b":9")
+    else:
+        del store[seal_name(2)]
+    late = Driver(store, "late")
+    with pytest.raises(LostPeerError, match=r"seals/0000000\d\.json is missing, and there is a snapshot of round"):
+        late.run(200.0)
+    assert not late.member.joined
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "-state"])
+def test_a_snapshot_that_is_not_complete_is_an_error_at_last(lost):
+    """Of the newest one something is missing, and nobody writes a newer one."""
+    first = with_a_snapshot()
     gone = next(name for name in first.store if name.startswith("snapshots/00000002/") and name.endswith(lost))
     late, lists = Driver(first.store, "late"), []
     perform = late.perform

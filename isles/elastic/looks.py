@@ -41,7 +41,9 @@ class Looks:
         self.left_at: dict[int, int] = {}
         """The first round without them, of islands that have left."""
         self._requests, self._log, self._rounds, self._settings, self._then = requests, log, rounds, settings, then
-        self._time = self._found_time = now
+        self._time = now
+        self.found_time = now
+        """When something was last found."""
         self._unanswered = 0
         self._numbers: list[int] = []
         """The rounds whose payloads are looked for."""
@@ -56,7 +58,7 @@ class Looks:
 
     def later(self, deadline: float, now: float) -> None:
         """After a pause, or at the deadline if that is earlier and still to come."""
-        pause = max(self._settings.poll, (now - self._found_time) / 4)
+        pause = max(self._settings.poll, (now - self.found_time) / 4)
         self.at = min(now + min(pause, self._settings.longest_poll), deadline if deadline > now else math.inf)
 
     def begin(self, own: int | None, now: float, *, for_leavers: bool) -> None:
@@ -75,7 +77,7 @@ class Looks:
         for number in self._numbers:
             self.ask_for_payloads(number, islands, own, now)
             islands = tuple(each for each in islands if each in self._rounds[number].seen)  # who sends, sends in order
-        if for_leavers and now - self._found_time > 4 * self._settings.poll:
+        if for_leavers and now - self.found_time > 4 * self._settings.poll:
             there = {own, *self._rounds[following].seen, *self.left_at}
             for island in [each for each in self._log.expected if each not in there]:
                 self.ask(now, left_name(island), partial(self._on_leave, island))
@@ -124,7 +126,7 @@ class Looks:
         """A payload that is damaged counts as not there."""
         if answer.status == "ok":
             self._rounds.see(number, answer.value)
-            self._found_time = now
+            self.found_time = now
 
     def _end(self, now: float) -> None:
         """All answers are here: seals join the log."""
@@ -137,5 +139,5 @@ class Looks:
                 self._rounds[number].absent_at = self._time
         self._numbers, self._seals, self._newcomers = [], {}, False
         if more := more or self._log.tail > tail:
-            self._found_time = now
+            self.found_time = now
         self._then(more, now)

@@ -23,10 +23,10 @@ from isles.elastic.joining import open_run
 from isles.elastic.log import Log
 from isles.elastic.looks import Looks
 from isles.elastic.numbering import Numbering
-from isles.elastic.objects import Contribution, Manifest, Run, payload_name
+from isles.elastic.objects import Contribution, Manifest, Run, payload_name, seal_name
 from isles.elastic.requests import Answer, Operation, Requests
 from isles.elastic.rounds import OpenRounds
-from isles.wire.world import MismatchError
+from isles.wire.world import LostPeerError, MismatchError
 
 ROUNDS_AHEAD = 4
 """Rounds whose payloads are read before the engine needs them, if not more are in flight: bounds memory."""
@@ -130,7 +130,7 @@ class Reader:
             return  # nothing newer, for now: the payload is asked for again, and so is this
         if self.taken < 0 and self._loaded is None:
             self.log.skip_to(manifest.round - self.log.gone_after)
-        self._loaded = manifest
+        self._loaded, self._looks.found_time = manifest, now
         self._looks.soon(now)
 
     # ---- looking
@@ -143,8 +143,12 @@ class Reader:
         self._fetch(now)
         if more:
             self._look(now)
-        else:
-            self._go_on(now)
+            return
+        ahead = self._loaded.round if self._loaded is not None else 0
+        if ahead > self.log.tail and now - self._looks.found_time > self._settings.timeout:
+            there = f"and there is a snapshot of round {ahead}: seals must never be deleted"
+            raise LostPeerError(f"{seal_name(self.log.tail + 1)} is missing, {there}")
+        self._go_on(now)
 
     def _go_on(self, now: float) -> None:
         """There is nothing new in the store. Who only reads has joined when it has applied all there is."""
