@@ -244,6 +244,16 @@ def test_a_payload_that_is_damaged_is_not_sealed():
     assert (first.seal(1).islands, first.seal(1).missing) == ((0,), (1,))
 
 
+def test_a_payload_that_no_seal_could_list_counts_as_not_there():
+    """A seal with its steps could be read by nobody, and would stay there: the end of the run, by one bad payload."""
+    first, second = islands(2)
+    body = b"more steps than fit into a seal"
+    header = Header("store", "toy", 0, 1, 1, len(body), 2.0, 1 << 60, zlib.crc32(body))
+    first.store[payload_name(1, second.member.number)] = header.pack() + body
+    first.send(1).run(PATIENCE)
+    assert (first.seal(1).islands, first.seal(1).missing) == ((0,), (1,))
+
+
 @pytest.mark.parametrize("observe", [False, True])
 def test_who_has_seen_a_run_never_makes_another_one(observe):
     """A store that says once that run.json is missing changes nothing; one that keeps saying so is an error."""

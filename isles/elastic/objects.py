@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from isles.elastic.documents import (
+    MAX_NUMBER,
     SHA256,
     Count,
     DamagedError,
@@ -249,6 +250,8 @@ def open_payload(name: str, data: bytes) -> tuple[Contribution, Header]:
     body = memoryview(data)[HEADER_BYTES:]
     if len(body) != header.num_bytes or zlib.crc32(body) != header.checksum:
         raise DamagedError(f"{name}: the payload of island {island} is damaged or cut short")
+    if header.step > MAX_NUMBER:
+        raise DamagedError(f"{name}: island {island} says that it has taken {header.step} steps")
     closing = header.form == CLOSING_FORM
     return Contribution(island, header.weight, header.step, len(data), digest(data), closing), header
 
