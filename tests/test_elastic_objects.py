@@ -1,5 +1,6 @@
 """What is read from the store is checked: exact fields, bounded sizes, digests, and one clear error."""
 
+import dataclasses
 import json
 import zlib
 
@@ -100,6 +101,15 @@ def test_noise_is_a_mismatch_and_nothing_else(data):
 def test_hostile_documents(data):
     with pytest.raises(MismatchError, match="islands/0000"):
         Announcement.parse(data, "islands/0000.json")
+
+
+def test_what_was_written_can_be_read_or_is_not_written():
+    """A method that names ten thousand parameters, a model with as many frozen tensors."""
+    large = dataclasses.replace(run(), method="p" * 200_000, model="m" * 200_000)
+    assert Run.parse(large.pack(), "run.json") == large
+    too_large = dataclasses.replace(run(), method="p" * MAX_DOCUMENT_BYTES)
+    with pytest.raises(ValueError, match=f"a Run of [0-9]+ bytes: the most is {MAX_DOCUMENT_BYTES}"):
+        too_large.pack()
 
 
 def test_a_document_has_a_bounded_size():

@@ -40,20 +40,14 @@ def at_least(least: int) -> Rule:
     return Rule(lambda value: type(value) is int and least <= value <= MAX_NUMBER, f"an integer from {least} on")
 
 
-def _text(least: int) -> Rule:
-    return Rule(
-        lambda value: type(value) is str and least <= len(value) <= 1 << 16, f"a text of {least} to 65536 characters"
-    )
-
-
 Count = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
 Weight = Annotated[
     float, Rule(lambda value: type(value) in (int, float) and 0 <= value <= MAX_FLOAT, "a finite number, not negative")
 ]
 Flag = Annotated[bool, Rule(lambda value: type(value) is bool, "true or false")]
-Text = Annotated[str, _text(0)]
-Name = Annotated[str, _text(1)]
+Text = Annotated[str, Rule(lambda value: type(value) is str, "a text")]
+Name = Annotated[str, Rule(lambda value: type(value) is str and bool(value), "a text that is not empty")]
 SHA256 = re.compile(r"[0-9a-f]{64}")
 Sha256 = Annotated[
     str, Rule(lambda value: type(value) is str and SHA256.fullmatch(value) is not None, "a sha256 in hex")
@@ -65,7 +59,10 @@ class Document:
 
     def pack(self) -> bytes:
         document = asdict(self)  # type: ignore[call-overload]
-        return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        data = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        if len(data) > MAX_DOCUMENT_BYTES:  # nobody could read it, and some documents are written once and for ever
+            raise ValueError(f"a {type(self).__name__} of {len(data)} bytes: the most is {MAX_DOCUMENT_BYTES}")
+        return data
 
     @classmethod
     def parse(cls: type[D], data: bytes, name: str) -> D:
