@@ -1,6 +1,7 @@
 """One island's state machine, on a store that answers at once, or with what a test puts in its mouth."""
 
 import zlib
+from dataclasses import replace
 
 import pytest
 
@@ -252,6 +253,24 @@ def test_a_payload_that_no_seal_could_list_counts_as_not_there():
     first.store[payload_name(1, second.member.number)] = header.pack() + body
     first.send(1).run(PATIENCE)
     assert (first.seal(1).islands, first.seal(1).missing) == ((0,), (1,))
+
+
+def test_a_seal_does_not_make_an_island_read_more_than_a_payload_can_have():
+    (first,) = islands(1)
+    first.send(1)
+    seal = first.seal(1)
+    listed = (replace(seal.contributions[0], num_bytes=1 << 50),)
+    first.store[seal_name(1)] = replace(seal, contributions=listed).pack()
+    late, limits = Driver(first.store, "late", max_payload_bytes=1000), []
+    perform = late.perform
+
+    def limited(operation):
+        limits.extend([operation.limit] * operation.name.startswith("rounds/"))
+        return perform(operation)
+
+    late.perform = limited
+    late.run(5.0)
+    assert set(limits) == {1000}
 
 
 @pytest.mark.parametrize("observe", [False, True])

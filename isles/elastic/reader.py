@@ -169,8 +169,8 @@ class Reader:
                 continue
             self._rounds[number].fetching = True
             for listed in self._rounds.not_seen(number):
-                then = partial(self._on_fetched, number, listed)
-                self._requests.start(now, "get", payload_name(number, listed.island), then, limit=listed.num_bytes)
+                then, limit = partial(self._on_fetched, number, listed), self._settings.max_payload_bytes
+                self._requests.start(now, "get", payload_name(number, listed.island), then, limit=limit)
 
     def _on_fetched(self, number: int, listed: Contribution, answer: Answer, now: float) -> str | None:
         if number <= self.taken:
