@@ -43,7 +43,7 @@ class Answer(NamedTuple):
     missing   nothing has this name
     again     nobody knows whether it was done: time-out, lost answer, 429, 500, 503
     damaged   what was read is not what was written: a wrong checksum, or a wrong key. A payload counts as not there,
-              anything else is an error
+              anything else is read again a few times, and is an error then
     failed    no use to try again: no such bucket, no rights, larger than `limit`
     """
 
@@ -124,14 +124,16 @@ class Requests:
             return
         if answer.status == "failed":
             raise LostPeerError(f"the store refuses to {operation.kind} {operation.name}: {answer.value}")
-        if answer.status == "damaged" and not operation.name.startswith(ROUNDS):
+        damaged = answer.status == "damaged" and not operation.name.startswith(ROUNDS)
+        if damaged and pending.attempts + 1 >= LEAST_ATTEMPTS:
             raise MismatchError(str(answer.value))
         del self._pending[operation]
+        if answer.status == "exists":
+            self.start(now, "get", operation.name, partial(self._on_there, operation, pending))
+            return
         try:
-            if answer.status == "exists":
-                self.start(now, "get", operation.name, partial(self._on_there, operation, pending))
-                return
-            useless = (answer.value or "no answer") if answer.status == "again" else pending.then(answer, now)
+            again = damaged or answer.status == "again"
+            useless = (answer.value or "no answer") if again else pending.then(answer, now)
         except DamagedError as error:
             useless = str(error)
         if useless:
