@@ -98,6 +98,18 @@ def test_a_store_that_lets_two_creates_succeed_is_refused(monkeypatch):
         isles.probe_store("memory://overwriting")
 
 
+def test_a_store_that_does_not_delete_is_refused_at_the_start(monkeypatch):
+    """Not after the second snapshot, hours later: garbage is collected by whoever writes one."""
+    perform = ObjectStore.perform
+
+    def keeping(self, operation):
+        return Answer("failed", "Access Denied") if operation.kind == "delete" else perform(self, operation)
+
+    monkeypatch.setattr(ObjectStore, "perform", keeping)
+    with pytest.raises(ValueError, match="cannot delete from memory://keeping: Access Denied: islands need the right"):
+        isles.StoreWorld("memory://keeping")
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot use the folder"):
