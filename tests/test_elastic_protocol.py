@@ -297,6 +297,27 @@ def with_a_snapshot():
     return first
 
 
+def test_a_snapshot_that_takes_long_to_write_is_not_joined_by_others():
+    """Each holds the whole state in memory."""
+    (first,) = islands(1)
+    perform, puts = first.perform, []
+
+    def slow(operation):
+        if operation.kind != "put" or not operation.name.startswith("snapshots/"):
+            return perform(operation)
+        puts.append(operation.name)
+        return Answer("again", "the link is slow") if number < 8 else perform(operation)
+
+    first.perform = slow
+    for number in range(1, 13):
+        first.send(number)
+        if first.decisions[-1].save:
+            body = b"state %d" % number
+            first.member.save(first.decisions[-1], {"state": (Blob(len(body), digest(body)), body)}, first.now)
+        first.run(5.0)
+    assert [name.split("/")[1] for name in dict.fromkeys(puts)] == ["00000002", "00000010", "00000012"]
+
+
 @pytest.mark.parametrize("rename", [False, True], ids=["a seal was deleted", "a snapshot of the future"])
 def test_a_snapshot_whose_seals_are_not_there_is_an_error_at_last(rename):
     store = with_a_snapshot().store

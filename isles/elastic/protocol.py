@@ -67,7 +67,7 @@ class Member(Reader):
         observe: bool = False,
     ) -> None:
         super().__init__(own, start, numbering, settings, token, now)
-        self.left = False
+        self.left = self._saving = False
         self.clock = 0
         self.patience = settings.patience
         """Seconds; may be changed at any time."""
@@ -108,8 +108,16 @@ class Member(Reader):
         self._looks.soon(now)
 
     def save(self, after: Apply, parts: dict[str, tuple[Blob, Any]], now: float) -> None:
-        """Writes a snapshot of the state after a round: for each part its label, what it is, and its body."""
-        snapshots.save(self._requests, after.number, after.seal, parts, now)
+        """Writes a snapshot of the state after a round: for each part its label, what it is, and its body.
+
+        One at a time: on a slow link they would pile up, and each holds the whole state.
+        """
+        if not self._saving:
+            self._saving = True
+            snapshots.save(self._requests, after.number, after.seal, parts, now, self._saved)
+
+    def _saved(self) -> None:
+        self._saving = False
 
     def leave(self, now: float) -> None:
         """Nothing more will be sent. `left` is true when the store knows."""

@@ -37,8 +37,17 @@ def put_all(requests: Requests, parts: Mapping[str, Any], now: float, then: Call
         requests.start(now, "put", name, partial(stored, name), body)
 
 
-def save(requests: Requests, number: int, seal: str, parts: Mapping[str, tuple[Blob, Any]], now: float) -> None:
-    """Writes a snapshot, then deletes what nobody will need again. `parts`: by label, what each is, and its body."""
+def save(
+    requests: Requests,
+    number: int,
+    seal: str,
+    parts: Mapping[str, tuple[Blob, Any]],
+    now: float,
+    then: Callable[[], None],
+) -> None:
+    """Writes a snapshot, calls back, and deletes what nobody will need again. `parts`: by label, what each is, and its
+    body.
+    """
     names = {label: part_name(number, label, blob.sha256) for label, (blob, _) in parts.items()}
     manifest = Manifest(number, seal, tuple(Part(names[label], *blob) for label, (blob, _) in parts.items()))
 
@@ -46,6 +55,7 @@ def save(requests: Requests, number: int, seal: str, parts: Mapping[str, tuple[B
         requests.start(later, "create", manifest_name(number), collect, manifest.pack())
 
     def collect(_: Answer, later: float) -> None:
+        then()
         requests.start(later, "list", SNAPSHOTS, delete_snapshots)
 
     def delete_snapshots(answer: Answer, later: float) -> None:
