@@ -78,10 +78,12 @@ def pack_fragments(state: list[dict[str, Tensor]], rank: int = 0) -> dict[str, b
 
 
 def check_sizes(number: int, fragments: list[dict[str, Tensor]], numels: list[int]) -> None:
-    """Raises unless a snapshot fits."""
-    sizes = [each["anchor"].numel() for each in fragments]
-    if sizes != numels:
-        raise DamagedError(f"snapshot {number} has fragments of {sizes} values, not {numels}")
+    """Raises unless a snapshot fits. A velocity that is too short would be stretched without a word."""
+    anchors = [each.get("anchor", torch.empty(0)) for each in fragments]
+    velocities = [each.get("velocity", anchor) for each, anchor in zip(fragments, anchors, strict=True)]
+    for tensors in (anchors, velocities):
+        if (sizes := [tensor.numel() for tensor in tensors]) != numels:
+            raise DamagedError(f"snapshot {number} has fragments of {sizes} values, not {numels}")
 
 
 def _pack(tensors: dict[str, Tensor]) -> bytes:
