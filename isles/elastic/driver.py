@@ -27,33 +27,22 @@ from typing import Any, TypeVar
 from isles.elastic.decisions import Decision
 from isles.elastic.documents import DamagedError
 from isles.elastic.lateness import Lateness
-from isles.elastic.objects import (
-    ROUNDS,
-    Blob,
-    Contribution,
-    digest,
-    is_part,
-    open_payload,
-    round_of,
-)
+from isles.elastic.objects import ROUNDS, Check, Contribution, is_part, round_of, told_of
 from isles.elastic.protocol import Member
 from isles.elastic.requests import Answer, Operation
 from isles.elastic.store import ObjectStore
-from isles.wire.message import Header
 from isles.wire.worker import Worker, stop_all
 from isles.wire.world import LostPeerError
 
 CONNECTIONS, BULK_CONNECTIONS = 8, 2
 R = TypeVar("R")
 Operations = queue.SimpleQueue[Operation | None]
-Check = Callable[[int, Header], None]
-"""Raises `DamagedError` if a payload of this round cannot have this header."""
 Average = Callable[[int, tuple[Contribution, ...]], Any]
 logger = logging.getLogger("isles")
 
 
 class Driver:
-    """A member, its store, and the threads in between. The first error is final: every later call raises it."""
+    """A member, its store, and the threads in between. An error beside the loop is final: every later call raises it."""
 
     def __init__(self, store: ObjectStore, make_member: Callable[[float], Member], check: Check) -> None:
         self._store, self._check = store, check
@@ -70,14 +59,13 @@ class Driver:
         self.codec = Worker("isles-codec")
         self._operations: Operations = queue.SimpleQueue()
         self._bulk: Operations = queue.SimpleQueue()
+        self._queues = [self._operations] * CONNECTIONS + [self._bulk] * BULK_CONNECTIONS
+        """One for each thread."""
         self._transfers: dict[str, deque[float]] = {"put": deque(maxlen=8), "get": deque(maxlen=8)}
         self.member = make_member(time.monotonic())
         threading.Thread(target=self._run_timer, name="isles-timer", daemon=True).start()
-        for operations, count in ((self._operations, CONNECTIONS), (self._bulk, BULK_CONNECTIONS)):
-            for _ in range(count):
-                threading.Thread(
-                    target=self._run_operations, args=(operations,), name="isles-store", daemon=True
-                ).start()
+        for operations in self._queues:
+            threading.Thread(target=self._run_operations, args=(operations,), name="isles-store", daemon=True).start()
         self.call(lambda now: None)
 
     # ---- for the training loop
@@ -141,9 +129,8 @@ class Driver:
             self._stopped = True
             self._failure = self._failure or RuntimeError("this island has left its run: make a new StoreWorld")
             self._changed.notify_all()
-        for operations, count in ((self._operations, CONNECTIONS), (self._bulk, BULK_CONNECTIONS)):
-            for _ in range(count):
-                operations.put(None)
+        for operations in self._queues:
+            operations.put(None)
         stop_all([self.codec])
 
     # ---- in threads
@@ -170,49 +157,37 @@ class Driver:
                 self.fail(error)
 
     def _perform(self, operation: Operation) -> None:
-        begin = time.monotonic()
+        name, begin = operation.name, time.monotonic()
         done = self._store.perform(operation)
-        if done.status == "ok" and operation.name.startswith(ROUNDS) and operation.kind in self._transfers:
-            self._transfers[operation.kind].append(time.monotonic() - begin)
-        answer, end = self._opened(operation, done), time.monotonic()
+        end, answer = time.monotonic(), self._opened(operation, done)
         with self._changed:
+            if answer.status == "ok" and answer.value is not done.value:
+                self.kept[name] = done.value
+            if answer.status == "damaged" and name.startswith(ROUNDS) and name not in self._refused:
+                self._refused.add(name)
+                logger.warning("%s is left out: %s", name, answer.value)
+            if done.status == "ok":
+                self._count(operation, done, end - begin)
             self._lateness.note(operation, done, begin, end)
             self._tell(self.member.answer, operation, answer)
 
-    def _opened(self, operation: Operation, answer: Answer) -> Answer:
-        """Payloads and parts of snapshots stay here; the protocol is told what they are. A payload that is damaged
-        counts as not there.
-        """
-        name, data = operation.name, answer.value
-        if operation.kind in ("put", "create") and answer.status == "ok" and not name.startswith(ROUNDS):
-            self.bytes_sent += len(operation.body)  # payloads are counted when they are sent
-        if answer.status == "damaged" and name.startswith(ROUNDS):
-            self._refuse(name, str(data))
-        if operation.kind != "get" or answer.status != "ok":
-            return answer
-        self.bytes_received += len(data)
-        if name.startswith(ROUNDS):
-            try:
-                contribution, header = open_payload(name, data)
-                self._check(round_of(name) or 0, header)
-            except DamagedError as error:
-                self._refuse(name, str(error))
-                return Answer("damaged", str(error))
-            with self._changed:
-                self.kept[name] = data
-            return Answer("ok", contribution)
-        if is_part(name):
-            with self._changed:
-                self.kept[name] = data
-            return Answer("ok", Blob(len(data), digest(data)))
-        return answer
+    def _opened(self, operation: Operation, done: Answer) -> Answer:
+        """What the protocol is told: of payloads, and of parts of snapshots, what they are. Their bytes stay here."""
+        if operation.kind != "get" or done.status != "ok":
+            return done
+        try:
+            return Answer("ok", told_of(operation.name, done.value, self._check))
+        except DamagedError as error:
+            return Answer("damaged", str(error))
 
-    def _refuse(self, name: str, why: str) -> None:
-        with self._changed:
-            known = name in self._refused
-            self._refused.add(name)
-        if not known:
-            logger.warning("%s is left out: %s", name, why)
+    def _count(self, operation: Operation, done: Answer, seconds: float) -> None:
+        is_payload = operation.name.startswith(ROUNDS)
+        if is_payload and operation.kind in self._transfers:
+            self._transfers[operation.kind].append(seconds)
+        if operation.kind == "get":
+            self.bytes_received += len(done.value)
+        elif operation.body is not None and not is_payload:
+            self.bytes_sent += len(operation.body)  # payloads are counted when they are sent
 
     def _run_timer(self) -> None:
         with self._changed:

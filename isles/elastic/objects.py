@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -256,8 +257,14 @@ def open_payload(name: str, data: bytes) -> tuple[Contribution, Header]:
     return Contribution(island, header.weight, header.step, len(data), digest(data), closing), header
 
 
-def told_of(name: str, data: bytes) -> Contribution | Blob | bytes:
+Check = Callable[[int, Header], None]
+"""Raises `DamagedError` if a payload of this round cannot have this header."""
+
+
+def told_of(name: str, data: bytes, check: Check = lambda number, header: None) -> Contribution | Blob | bytes:
     """What the protocol is told of an object that was read. The bytes of large ones stay with the driver."""
     if name.startswith(ROUNDS):
-        return open_payload(name, data)[0]
+        contribution, header = open_payload(name, data)
+        check(round_of(name) or 0, header)
+        return contribution
     return Blob(len(data), digest(data)) if is_part(name) else data
