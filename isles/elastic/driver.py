@@ -42,7 +42,7 @@ logger = logging.getLogger("isles")
 
 
 class Driver:
-    """A member, its store, and the threads in between. An error beside the loop is final: every later call raises it."""
+    """A member, its store, and the threads in between. An error beside the loop is final: later calls raise it too."""
 
     def __init__(self, store: ObjectStore, make_member: Callable[[float], Member], check: Check) -> None:
         self._store, self._check = store, check

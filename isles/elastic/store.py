@@ -9,7 +9,8 @@ The protocol needs one thing that not every store has: of two creates of one nam
 tries it.
 
 With a key, every object ends with an HMAC-SHA256 over its name and content. So whoever has rights to write to the
-bucket, but not the key, cannot make islands read anything: neither new objects nor old ones under other names.
+bucket, but not the key, cannot make islands read anything: neither new objects nor old ones under other names. A key is
+for one run: an object of another run with the same key and name would pass.
 """
 
 from __future__ import annotations
