@@ -13,15 +13,7 @@ import torch
 
 import isles
 from isles.elastic.documents import MAX_DOCUMENT_BYTES
-from isles.elastic.objects import (
-    Manifest,
-    Part,
-    Seal,
-    digest,
-    manifest_name,
-    payload_name,
-    seal_name,
-)
+from isles.elastic.objects import Manifest, Part, Seal, digest, manifest_name, payload_name, seal_name
 from isles.elastic.requests import Answer
 from isles.elastic.store import ObjectStore, open_store
 from tests.reference import Tower, same, toy_backward, weights_of

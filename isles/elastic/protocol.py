@@ -31,16 +31,7 @@ from isles.elastic.clock import jump
 from isles.elastic.decisions import Apply, Decision, Settings
 from isles.elastic.joining import claim
 from isles.elastic.numbering import Numbering
-from isles.elastic.objects import (
-    Announcement,
-    Blob,
-    Contribution,
-    Run,
-    Seal,
-    left_name,
-    payload_name,
-    seal_name,
-)
+from isles.elastic.objects import Announcement, Contribution, Run, Seal, left_name, payload_name, seal_name
 from isles.elastic.reader import Reader
 from isles.elastic.requests import Answer, Then
 from isles.elastic.rounds import Sent
@@ -107,14 +98,11 @@ class Member(Reader):
         self.clock = max(self.clock, self._numbering.place(last).apply_clock if last else 0)
         self._looks.soon(now)
 
-    def save(self, after: Apply, parts: dict[str, tuple[Blob, Any]], now: float) -> None:
-        """Writes a snapshot of the state after a round: for each part its label, what it is, and its body.
-
-        One at a time: on a slow link they would pile up, and each holds the whole state.
-        """
+    def save(self, after: Apply, parts: snapshots.Parts, now: float) -> None:
+        """Writes a snapshot of the state after a round. One at a time: each holds the whole state in memory."""
         if not self._saving:
             self._saving = True
-            snapshots.save(self._requests, after.number, after.seal, parts, now, self._saved)
+            snapshots.save(self._requests, after, parts, now, self._saved)
 
     def _saved(self) -> None:
         self._saving = False

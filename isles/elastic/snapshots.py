@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from isles.elastic.decisions import Apply
 from isles.elastic.objects import ROUNDS, SNAPSHOTS, Blob, Manifest, Part, manifest_name, part_name, round_of
 from isles.elastic.requests import Answer, Requests
 from isles.wire.world import MismatchError
@@ -37,19 +38,15 @@ def put_all(requests: Requests, parts: Mapping[str, Any], now: float, then: Call
         requests.start(now, "put", name, partial(stored, name), body)
 
 
-def save(
-    requests: Requests,
-    number: int,
-    seal: str,
-    parts: Mapping[str, tuple[Blob, Any]],
-    now: float,
-    then: Callable[[], None],
-) -> None:
-    """Writes a snapshot, calls back, and deletes what nobody will need again. `parts`: by label, what each is, and its
-    body.
-    """
+Parts = Mapping[str, tuple[Blob, Any]]
+"""Of a snapshot, by label: what each is, and its body."""
+
+
+def save(requests: Requests, after: Apply, parts: Parts, now: float, then: Callable[[], None]) -> None:
+    """Writes a snapshot, calls back, and deletes what nobody will need again."""
+    number = after.number
     names = {label: part_name(number, label, blob.sha256) for label, (blob, _) in parts.items()}
-    manifest = Manifest(number, seal, tuple(Part(names[label], *blob) for label, (blob, _) in parts.items()))
+    manifest = Manifest(number, after.seal, tuple(Part(names[label], *blob) for label, (blob, _) in parts.items()))
 
     def create(later: float) -> None:
         requests.start(later, "create", manifest_name(number), collect, manifest.pack())
