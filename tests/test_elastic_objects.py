@@ -1,5 +1,6 @@
 """What is read from the store is checked: exact fields, bounded sizes, digests, and one clear error."""
 
+import dataclasses
 import json
 import zlib
 
@@ -9,20 +10,18 @@ from hypothesis import given, settings
 
 from isles import MismatchError
 from isles.core.schedule import Schedule
+from isles.elastic.documents import MAX_DOCUMENT_BYTES, DamagedError
 from isles.elastic.log import Log
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import (
-    MAX_DOCUMENT_BYTES,
     Announcement,
     Contribution,
-    DamagedError,
     Manifest,
     Part,
     Run,
     Seal,
     digest,
     open_payload,
-    pack_payload,
     part_name,
     payload_name,
     round_of,
@@ -104,6 +103,15 @@ def test_hostile_documents(data):
         Announcement.parse(data, "islands/0000.json")
 
 
+def test_what_was_written_can_be_read_or_is_not_written():
+    """A method that names ten thousand parameters, a model with as many frozen tensors."""
+    large = dataclasses.replace(run(), method="p" * 200_000, model="m" * 200_000)
+    assert Run.parse(large.pack(), "run.json") == large
+    too_large = dataclasses.replace(run(), method="p" * MAX_DOCUMENT_BYTES)
+    with pytest.raises(ValueError, match=f"a Run of [0-9]+ bytes: the most is {MAX_DOCUMENT_BYTES}"):
+        too_large.pack()
+
+
 def test_a_document_has_a_bounded_size():
     with pytest.raises(MismatchError, match="the most is"):
         Announcement.parse(b" " * (MAX_DOCUMENT_BYTES + 1), "islands/0000.json")
@@ -129,9 +137,14 @@ def test_seals_that_no_island_writes(changes, complaint):
         Seal.parse(json.dumps(fields).encode(), "seals/00000001.json")
 
 
+def test_a_snapshot_has_parts():
+    with pytest.raises(MismatchError, match=r"parts is \(\), and must be names of the snapshot 3"):
+        Manifest.parse(Manifest(3, SHA, ()).pack(), "snapshots/00000003/manifest.json")
+
+
 def test_payloads_are_whole_or_damaged():
     body = b"outer gradient"
-    data = pack_payload(Header("store", "fp32", 1, 7, 3, len(body), 30.0, 30, zlib.crc32(body)), body)
+    data = Header("store", "fp32", 1, 7, 3, len(body), 30.0, 30, zlib.crc32(body)).pack() + body
     name = payload_name(7, 12)
     contribution, header = open_payload(name, data)
     assert contribution == Contribution(12, 30.0, 30, len(data), digest(data))
@@ -165,16 +178,16 @@ def test_another_model_or_method_is_refused():
     ],
 )
 def test_the_log_refuses_seals_that_do_not_follow(changes, complaint):
-    log = Log(Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0)), gone_after=3)
-    log.begin(0, SHA)
+    log = Log(Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0)))
+    log.begin(SHA, gone_after=3)
     with pytest.raises(MismatchError, match=f"seals/00000001.json: its {complaint}"):
         log.append(seal(**changes), SHA)
 
 
 def test_whom_the_log_names():
     """Waited for: who is in the last seal, and newcomers. Looked for: who is named by one of the last three."""
-    log = Log(Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0)), gone_after=3)
-    log.begin(0, SHA)
+    log = Log(Numbering(Schedule(sync_every=2, offsets=(0,), lateness=0)))
+    log.begin(SHA, gone_after=3)
     log.known = 2
     assert log.expected == log.wanted == (0, 1)
     both = tuple(Contribution(island, 2.0, 2, 200, SHA) for island in (0, 1))

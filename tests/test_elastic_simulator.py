@@ -59,7 +59,7 @@ class Overwrites(Member):
     """Seals with an ordinary put: the last one wins, and others have read the first."""
 
     def _create_seal(self, number, data, then, now):
-        self._ask(now, seal_name(number), then, "put", data)
+        self._looks.ask(now, seal_name(number), then, "put", data)
 
 
 class Skips(Member):
@@ -77,7 +77,8 @@ class Skips(Member):
 class Trudges(Member):
     """Its clock counts its own steps, whatever it hears."""
 
-    def _jump(self, clock, step_seconds, now):
+    def reach(self, clock, now):
+        self.clock = clock
         return clock
 
 
@@ -85,7 +86,7 @@ class CountsTwice(Member):
     """Believes that an island that was left out was in."""
 
     def _is_in(self, number):
-        return self._round(number).sent is not None
+        return self._rounds[number].sent is not None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_the_command_says_what_was_tried(capsys):
 
 
 def test_a_violation_is_exit_code_1_with_the_seed_and_the_command(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(Member, "_jump", Trudges._jump)
+    monkeypatch.setattr(Member, "reach", Trudges.reach)
     trace = tmp_path / "trace.txt"
     flags = ["--islands", "4", "--rounds", "40", "--seeds", "20", "--faults", "slow,stall", "--trace", str(trace)]
     assert cli.main(["simulate", *flags, "--json"]) == 1

@@ -8,19 +8,12 @@ import pathlib
 import threading
 
 import pytest
+import safetensors.torch
 import torch
 
 import isles
-from isles.elastic.objects import (
-    MAX_DOCUMENT_BYTES,
-    Manifest,
-    Part,
-    Seal,
-    digest,
-    manifest_name,
-    payload_name,
-    seal_name,
-)
+from isles.elastic.documents import MAX_DOCUMENT_BYTES
+from isles.elastic.objects import Manifest, Part, Seal, digest, manifest_name, payload_name, seal_name
 from isles.elastic.requests import Answer
 from isles.elastic.store import ObjectStore, open_store
 from tests.reference import Tower, same, toy_backward, weights_of
@@ -96,6 +89,18 @@ def test_a_store_that_lets_two_creates_succeed_is_refused(monkeypatch):
     monkeypatch.setattr(ObjectStore, "perform", overwriting)
     with pytest.raises(ValueError, match="let two creates of one name both succeed: it ignores If-None-Match"):
         isles.probe_store("memory://overwriting")
+
+
+def test_a_store_that_does_not_delete_is_refused_at_the_start(monkeypatch):
+    """Not after the second snapshot, hours later: garbage is collected by whoever writes one."""
+    perform = ObjectStore.perform
+
+    def keeping(self, operation):
+        return Answer("failed", "Access Denied") if operation.kind == "delete" else perform(self, operation)
+
+    monkeypatch.setattr(ObjectStore, "perform", keeping)
+    with pytest.raises(ValueError, match="cannot delete from memory://keeping: Access Denied: islands need the right"):
+        isles.StoreWorld("memory://keeping")
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
@@ -260,16 +265,39 @@ def test_a_snapshot_of_another_run_is_found_out(tmp_path):
         joins(url)
 
 
-def test_a_part_of_a_snapshot_that_is_not_safetensors_is_found_out(tmp_path):
+def with_another_part(tmp_path, change):
+    """A run whose newest snapshot was changed, with its manifest."""
     url, store = folder_run(tmp_path, snapshot_every=2)
     number = newest_snapshot(store)
     manifest = Manifest.parse(store.get(manifest_name(number)), manifest_name(number))
-    junk = b"junk" * 100
     name = manifest.parts[0].name
-    parts = (Part(name, len(junk), digest(junk)), *manifest.parts[1:])
-    store.put(name, junk)
+    data = change(store.get(name, limit=1 << 30))
+    parts = (Part(name, len(data), digest(data)), *manifest.parts[1:])
+    store.put(name, data)
     store.put(manifest_name(number), dataclasses.replace(manifest, parts=parts).pack())
-    with pytest.raises(isles.MismatchError, match="is not a part of a snapshot"):
+    return url
+
+
+@pytest.mark.parametrize(
+    ("junk", "message"),
+    [
+        (b"junk" * 100, "is not a part of a snapshot"),
+        (safetensors.torch.save({"velocity": torch.zeros(3)}), "has fragments of .*, not"),
+        (safetensors.torch.save({"anchor": torch.zeros(1)}), "has fragments of .*, not"),
+    ],
+    ids=["no safetensors", "no anchor", "another size"],
+)
+def test_a_part_of_a_snapshot_that_is_something_else_is_found_out(tmp_path, junk, message):
+    url = with_another_part(tmp_path, lambda data: junk)
+    with pytest.raises(isles.MismatchError, match=message):
+        joins(url)
+
+
+def test_a_velocity_of_another_size_is_found_out(tmp_path):
+    """Copying one value into many is no error to PyTorch."""
+    short = lambda data: safetensors.torch.save({**safetensors.torch.load(data), "velocity": torch.ones(1)})
+    url = with_another_part(tmp_path, short)
+    with pytest.raises(isles.MismatchError, match=r"has fragments of .*, not"):
         joins(url)
 
 

@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     faults, count, begin = parse_faults(args.faults), Counter[str](), time.perf_counter()
     failed: dict[int, str] = {}
-    with _Bar(args.seeds) as bar:
-        for seed in range(args.first_seed, args.first_seed + args.seeds):
-            simulation = Simulation(seed, args.islands, args.rounds, faults)
-            try:
-                simulation.run()
-            except Violation as violation:
-                failed[seed] = str(violation)
-            count.update(simulation.count)
-            bar.advance(f"{len(failed)} violations")
+    for seed in _with_bar(range(args.first_seed, args.first_seed + args.seeds)):
+        simulation = Simulation(seed, args.islands, args.rounds, faults)
+        try:
+            simulation.run()
+        except Violation as violation:
+            failed[seed] = str(violation)
+        count.update(simulation.count)
     seconds = time.perf_counter() - begin
     print(f"{args.seeds} seeds, {args.rounds} rounds each, up to {args.islands} islands, in {seconds:.1f} s: tried")
     print("  " + ", ".join(f"{number} {what}" for what, number in sorted(count.items())))
@@ -86,27 +85,11 @@ def _explain(args: argparse.Namespace, faults: tuple[str, ...], seed: int, faile
     print(f"again: isles simulate {same} --trace {path}")
 
 
-class _Bar:
-    """A progress bar on the terminal; nothing elsewhere. `rich` is loaded only for it."""
+def _with_bar(seeds: range) -> Iterable[int]:
+    """The same, with a progress bar on a terminal. `rich` is loaded only for it."""
+    if not sys.stderr.isatty():
+        return seeds
+    from rich.console import Console
+    from rich.progress import track
 
-    def __init__(self, total: int) -> None:
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True))
-            self._task = self._bar.add_task("0 violations", total=total)
-
-    def __enter__(self) -> _Bar:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def advance(self, text: str) -> None:
-        if self._bar:
-            self._bar.update(self._task, advance=1, description=text)
+    return track(seeds, "seeds", console=Console(stderr=True))

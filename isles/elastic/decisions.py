@@ -25,8 +25,6 @@ class Settings:
     longest_backoff: float = 10.0
     timeout: float = 600.0
     """Seconds after which an operation that keeps failing, or a payload that stays missing, is an error."""
-    rounds_ahead: int = 4
-    """Rounds whose payloads are read before the engine needs them, if not more are in flight: bounds memory."""
     max_payload_bytes: int = 1 << 36
 
 

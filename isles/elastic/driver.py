@@ -5,7 +5,7 @@ something for it, the training loop, a store operation that has ended, a timer, 
 it, and starts the operations that it asks for. Everything that takes time happens outside the lock:
 
     store     up to `CONNECTIONS` operations at a time: requests, and checksums of what they bring. Parts of snapshots
-              have `BULK_CONNECTIONS` of their own, so that payloads and seals never wait for them
+              and deletes have `BULK_CONNECTIONS` of their own, so that payloads and seals never wait for them
     codec     one job after the other: encodes what is sent, averages what is sealed, takes the outer step ahead of time
     timer     wakes the protocol when it has nothing else to wake it
 
@@ -25,35 +25,24 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from isles.elastic.decisions import Decision
+from isles.elastic.documents import DamagedError
 from isles.elastic.lateness import Lateness
-from isles.elastic.objects import (
-    ROUNDS,
-    SNAPSHOTS,
-    Blob,
-    Contribution,
-    DamagedError,
-    digest,
-    open_payload,
-    round_of,
-)
+from isles.elastic.objects import ROUNDS, Check, Contribution, is_part, round_of, told_of
 from isles.elastic.protocol import Member
 from isles.elastic.requests import Answer, Operation
 from isles.elastic.store import ObjectStore
-from isles.wire.message import Header
 from isles.wire.worker import Worker, stop_all
 from isles.wire.world import LostPeerError
 
 CONNECTIONS, BULK_CONNECTIONS = 8, 2
 R = TypeVar("R")
 Operations = queue.SimpleQueue[Operation | None]
-Check = Callable[[int, Header], None]
-"""Raises `DamagedError` if a payload of this round cannot have this header."""
 Average = Callable[[int, tuple[Contribution, ...]], Any]
 logger = logging.getLogger("isles")
 
 
 class Driver:
-    """A member, its store, and the threads in between. The first error is final: every later call raises it."""
+    """A member, its store, and the threads in between. An error beside the loop is final: later calls raise it too."""
 
     def __init__(self, store: ObjectStore, make_member: Callable[[float], Member], check: Check) -> None:
         self._store, self._check = store, check
@@ -70,14 +59,13 @@ class Driver:
         self.codec = Worker("isles-codec")
         self._operations: Operations = queue.SimpleQueue()
         self._bulk: Operations = queue.SimpleQueue()
+        self._queues = [self._operations] * CONNECTIONS + [self._bulk] * BULK_CONNECTIONS
+        """One for each thread."""
         self._transfers: dict[str, deque[float]] = {"put": deque(maxlen=8), "get": deque(maxlen=8)}
         self.member = make_member(time.monotonic())
         threading.Thread(target=self._run_timer, name="isles-timer", daemon=True).start()
-        for operations, count in ((self._operations, CONNECTIONS), (self._bulk, BULK_CONNECTIONS)):
-            for _ in range(count):
-                threading.Thread(
-                    target=self._run_operations, args=(operations,), name="isles-store", daemon=True
-                ).start()
+        for operations in self._queues:
+            threading.Thread(target=self._run_operations, args=(operations,), name="isles-store", daemon=True).start()
         self.call(lambda now: None)
 
     # ---- for the training loop
@@ -127,6 +115,7 @@ class Driver:
         with self._changed:
             self._averages = {k: each for k, each in self._averages.items() if k > number}
             self.kept = {name: data for name, data in self.kept.items() if (round_of(name) or 0) > number}
+            self._refused = {name for name in self._refused if (round_of(name) or 0) > number}
             self._lateness.forget(number)
 
     def left_out(self, number: int) -> float | None:
@@ -140,9 +129,8 @@ class Driver:
             self._stopped = True
             self._failure = self._failure or RuntimeError("this island has left its run: make a new StoreWorld")
             self._changed.notify_all()
-        for operations, count in ((self._operations, CONNECTIONS), (self._bulk, BULK_CONNECTIONS)):
-            for _ in range(count):
-                operations.put(None)
+        for operations in self._queues:
+            operations.put(None)
         stop_all([self.codec])
 
     # ---- in threads
@@ -150,7 +138,8 @@ class Driver:
     def _start_operations(self) -> None:
         """After every call, with the lock held."""
         for operation in self.member.operations():
-            (self._bulk if _is_part(operation.name) else self._operations).put(operation)
+            bulk = operation.kind == "delete" or is_part(operation.name)
+            (self._bulk if bulk else self._operations).put(operation)
         self._start_averages()
         self._changed.notify_all()
 
@@ -162,51 +151,47 @@ class Driver:
 
     def _run_operations(self, operations: Operations) -> None:
         while (operation := operations.get()) is not None and not self._stopped:
-            begin = time.monotonic()
-            done = self._store.perform(operation)
-            if done.status == "ok" and operation.name.startswith(ROUNDS) and operation.kind in self._transfers:
-                self._transfers[operation.kind].append(time.monotonic() - begin)
-            answer, end = self._opened(operation, done), time.monotonic()
-            with self._changed:
-                self._lateness.note(operation, done, begin, end)
-                self._tell(self.member.answer, operation, answer)
-
-    def _opened(self, operation: Operation, answer: Answer) -> Answer:
-        """Payloads and parts of snapshots stay here; the protocol is told what they are. A payload that is damaged
-        counts as not there.
-        """
-        name, data = operation.name, answer.value
-        if operation.kind in ("put", "create") and answer.status == "ok" and not name.startswith(ROUNDS):
-            self.bytes_sent += len(operation.body)  # payloads are counted when they are sent
-        if answer.status == "damaged" and name.startswith(ROUNDS):
-            self._refuse(name, str(data))
-        if operation.kind != "get" or answer.status != "ok":
-            return answer
-        self.bytes_received += len(data)
-        if name.startswith(ROUNDS):
             try:
-                contribution, header = open_payload(name, data)
-                self._check(round_of(name) or 0, header)
-            except DamagedError as error:
-                self._refuse(name, str(error))
-                return Answer("damaged", str(error))
-            with self._changed:
-                self.kept[name] = data
-            return Answer("ok", contribution)
-        if _is_part(name):
-            with self._changed:
-                self.kept[name] = data
-            return Answer("ok", Blob(len(data), digest(data)))
-        return answer
+                self._perform(operation)
+            except Exception as error:  # or somebody would wait for ever for the answer
+                self.fail(error)
 
-    def _refuse(self, name: str, why: str) -> None:
-        if name not in self._refused:
-            self._refused.add(name)
-            logger.warning("%s is left out: %s", name, why)
+    def _perform(self, operation: Operation) -> None:
+        name, begin = operation.name, time.monotonic()
+        done = self._store.perform(operation)
+        end, answer = time.monotonic(), self._opened(operation, done)
+        with self._changed:
+            if answer.status == "ok" and answer.value is not done.value:
+                self.kept[name] = done.value
+            if answer.status == "damaged" and name.startswith(ROUNDS) and name not in self._refused:
+                self._refused.add(name)
+                logger.warning("%s is left out: %s", name, answer.value)
+            if done.status == "ok":
+                self._count(operation, done, end - begin)
+            self._lateness.note(operation, done, begin, end)
+            self._tell(self.member.answer, operation, answer)
+
+    def _opened(self, operation: Operation, done: Answer) -> Answer:
+        """What the protocol is told: of payloads, and of parts of snapshots, what they are. Their bytes stay here."""
+        if operation.kind != "get" or done.status != "ok":
+            return done
+        try:
+            return Answer("ok", told_of(operation.name, done.value, self._check))
+        except DamagedError as error:
+            return Answer("damaged", str(error))
+
+    def _count(self, operation: Operation, done: Answer, seconds: float) -> None:
+        is_payload = operation.name.startswith(ROUNDS)
+        if is_payload and operation.kind in self._transfers:
+            self._transfers[operation.kind].append(seconds)
+        if operation.kind == "get":
+            self.bytes_received += len(done.value)
+        elif operation.body is not None and not is_payload:
+            self.bytes_sent += len(operation.body)  # payloads are counted when they are sent
 
     def _run_timer(self) -> None:
         with self._changed:
-            while not self._stopped:
+            while not self._stopped and self._failure is None:
                 pause = self.member.wake_at - time.monotonic()
                 if pause <= 0:
                     self._tell(self.member.wake)
@@ -236,8 +221,3 @@ class Driver:
         if self._failure is not None:
             kind = type(self._failure) if isinstance(self._failure, (LostPeerError, ValueError)) else RuntimeError
             raise kind(str(self._failure)) from self._failure
-
-
-def _is_part(name: str) -> bool:
-    """Of a snapshot: large, and nobody waits for it in the loop."""
-    return name.startswith(SNAPSHOTS) and "-" in name

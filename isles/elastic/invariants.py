@@ -79,7 +79,7 @@ class Checker:
         if name.startswith(SEALS):
             self._sealed(name, data)
         elif name == RUN:
-            run = Run.parse(data)
+            run = Run.parse(data, RUN)
             self.states.append(State.parse(self._written[run.start.parts[0].name]))
             self._previous = digest(data)
         elif name.startswith(ISLANDS) and ".left" not in name:

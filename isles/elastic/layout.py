@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from isles.elastic.objects import DamagedError
+from isles.elastic.documents import DamagedError
 from isles.wire.codec import Codec
 from isles.wire.world import Joining
 
@@ -74,17 +74,19 @@ def label(fragment: int, rank: int = 0) -> str:
 
 def pack_fragments(state: list[dict[str, Tensor]], rank: int = 0) -> dict[str, bytes]:
     """The parts of a snapshot that a rank has, by label."""
-    return {label(index, rank): pack_state(tensors) for index, tensors in enumerate(state)}
+    return {label(index, rank): _pack(tensors) for index, tensors in enumerate(state)}
 
 
 def check_sizes(number: int, fragments: list[dict[str, Tensor]], numels: list[int]) -> None:
-    """Raises unless a snapshot fits."""
-    sizes = [each["anchor"].numel() for each in fragments]
-    if sizes != numels:
-        raise DamagedError(f"snapshot {number} has fragments of {sizes} values, not {numels}")
+    """Raises unless a snapshot fits. A velocity that is too short would be stretched without a word."""
+    anchors = [each.get("anchor", torch.empty(0)) for each in fragments]
+    velocities = [each.get("velocity", anchor) for each, anchor in zip(fragments, anchors, strict=True)]
+    for tensors in (anchors, velocities):
+        if (sizes := [tensor.numel() for tensor in tensors]) != numels:
+            raise DamagedError(f"snapshot {number} has fragments of {sizes} values, not {numels}")
 
 
-def pack_state(tensors: dict[str, Tensor]) -> bytes:
+def _pack(tensors: dict[str, Tensor]) -> bytes:
     """A part of a snapshot: safetensors, the same bytes whoever writes them."""
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in sorted(tensors.items())})
 

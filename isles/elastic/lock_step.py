@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,14 +27,15 @@ import torch
 from torch import Tensor
 
 from isles.elastic.decisions import Apply, Load
-from isles.elastic.layout import Layout, check_sizes, label, pack_fragments, unpack_state
+from isles.elastic.documents import DamagedError
+from isles.elastic.follower import Follower, drain, send_parts
+from isles.elastic.layout import Layout, label, pack_fragments, unpack_state
 from isles.elastic.numbering import Numbering
-from isles.elastic.objects import Contribution, DamagedError, Manifest, digest
-from isles.elastic.ranks import ROOT, News, Ranks
-from isles.elastic.session import LEAVE_SECONDS, NOTHING, RoundHandle, Session
-from isles.wire import reduction
+from isles.elastic.objects import Contribution, Manifest, digest
+from isles.elastic.ranks import NOTHING, ROOT, News, Ranks
+from isles.elastic.session import Session
 from isles.wire.message import bytes_of, tensor_of
-from isles.wire.world import Handle, Joining, Mean, MismatchError, Missed, MissedRound, Payload, Snapshot
+from isles.wire.world import Handle, Joining, Mean, MismatchError, Missed, Payload, Snapshot
 
 R = TypeVar("R")
 
@@ -78,25 +77,12 @@ def join_as_ranks(joining: Joining, numbering: Numbering, make_session: Callable
     return session
 
 
-def send_parts(ranks: Ranks, state: list[dict[str, Tensor]]) -> None:
-    """A rank's parts of a snapshot, to the root."""
-    for data in pack_fragments(state).values():
-        ranks.send(tensor_of(data), ROOT)
-
-
 def gather_parts(ranks: Ranks, state: list[dict[str, Tensor]]) -> dict[str, bytes]:
     """The parts of all ranks, by label, on the root."""
     parts = pack_fragments(state)
     for rank in ranks.others:
         parts |= {label(index, rank): bytes_of(ranks.receive(rank)) for index in range(len(state))}
     return parts
-
-
-def finish(sending: Future[None] | None) -> None:
-    """Gives what is being sent the time to get there, before the connections are closed."""
-    with suppress(Exception):
-        if sending is not None:
-            sending.result(LEAVE_SECONDS)
 
 
 class Root(Session):
@@ -107,8 +93,8 @@ class Root(Session):
         self._averages: deque[tuple[News, list[Tensor]]] = deque()
         """Rounds that are sealed and read: what the others are to be told of them, and each rank's part."""
         self._decisions: list[News] = []
-        self._parts: list[list[bytes]] = []
-        """Of snapshots among them: the parts of all other ranks."""
+        self._parts: list[list[Tensor]] = []
+        """Of snapshots among them: for every fragment, the parts of the other ranks."""
         self._told: Any = None
         self._sending: Future[None] | None = None
         """The last message to another rank."""
@@ -122,28 +108,19 @@ class Root(Session):
             self._ranks.tell_error(error)
             raise
         news: News = {name: told(answer) for name, told in more.items()}
-        sends: list[list[Tensor]] = []
-        while self._averages:
-            average, parts = self._averages.popleft()
-            news.setdefault("averages", []).append(average)
-            sends.append(parts)
+        averages = [self._averages.popleft() for _ in range(len(self._averages))]
+        if averages:
+            news["averages"] = [about for about, _ in averages]
         if self._decisions:
             news["decisions"], self._decisions = self._decisions, []
         if (place := [self.number, list(self.members)]) != self._told:
             news["place"], self._told = [*place, self.clock], place
         self._ranks.tell(int(answer) if isinstance(answer, int) else 0, news)
-        for parts in sends:
-            self._send(parts)
-        for snapshot in self._parts:
-            for data in zip(*[iter(snapshot)] * len(self._ranks.others), strict=True):
-                self._send(list(map(tensor_of, data)))
-        self._parts = []
+        messages, self._parts = [*(parts for _, parts in averages), *self._parts], []
+        for message in messages:
+            for rank, data in zip(self._ranks.others, message, strict=True):
+                self._sending = self._ranks.thread.do(self._ranks.send, data, rank)
         return answer
-
-    def _send(self, messages: Sequence[Tensor]) -> None:
-        """A message to every other rank, beside the loop."""
-        for rank, message in zip(self._ranks.others, messages, strict=True):
-            self._sending = self._ranks.thread.do(self._ranks.send, message, rank)
 
     # ---- the calls that all ranks make
 
@@ -173,7 +150,7 @@ class Root(Session):
 
     def leave(self) -> None:
         super().leave()
-        finish(self._sending)  # the others may be behind
+        drain(self._sending)  # the others may be behind
         self._ranks.close()
 
     # ---- decisions
@@ -197,7 +174,7 @@ class Root(Session):
         if len(manifest.parts) != expected:
             raise DamagedError(f"snapshot {manifest.round} has {len(manifest.parts)} parts, not {expected}")
         kept = [self.driver.kept[part.name] for part in manifest.parts]
-        self._parts.append([kept[rank * own + index] for index in range(own) for rank in self._ranks.others])
+        self._parts += [[tensor_of(kept[rank * own + index]) for rank in self._ranks.others] for index in range(own)]
         return [unpack_state(kept[index], manifest.parts[index].name) for index in range(own)]
 
     # ---- beside the loop, in the codec's thread
@@ -227,156 +204,10 @@ class Root(Session):
         islands = [contributions[index].island for index in present]
         average = {"number": number, "islands": islands, "weights": [weights[index] for index in present]}
         average["factors"] = None if factors is None else [factors[index] for index in present]
-        cut = lambda place: [bodies[index][place] for index in present]
-        parts = [torch.cat([NO_BYTES, *cut(places[rank])]) for rank in self._ranks.others]
+        counted = [bodies[index] for index in present]
+        parts = [torch.cat([NOTHING, *(body[places[rank]] for body in counted)]) for rank in self._ranks.others]
         self._averages.append(({**average, "fragment": fragment, "own": self.number in islands}, parts))
         return [body[places[ROOT]] for body in bodies]
 
     def _pack(self, state: list[dict[str, Tensor]]) -> dict[str, bytes]:
         return gather_parts(self._ranks, state)
-
-
-NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
-
-class Follower:
-    """Every other rank: the same calls as of a `Session`, answered by the root."""
-
-    def __init__(self, ranks: Ranks, joining: Joining, numbering: Numbering) -> None:
-        self.numbering = numbering
-        self.number: int | None = None
-        self.members: tuple[int, ...] = ()
-        self.taken = self.clock = 0
-        self._ranks, self._joining = ranks, joining
-        self._sent: dict[int, Payload] = {}
-        self._averages: dict[int, Future[Mean]] = {}
-        self._decided: dict[int, News] = {}
-        self.arrived: dict[int, float] = {}
-        self._sending: Future[None] | None = None
-        self._saving: Future[None] | None = None
-        self._left = False
-
-    def _hear(self) -> tuple[int, News]:
-        """What the root says. Receiving what it announces is begun."""
-        value, news = self._ranks.hear()
-        for average in news.get("averages", ()):
-            self._averages[average["number"]] = self._ranks.thread.do(self._average, average)
-        for decision in news.get("decisions", ()):
-            if "snapshot" in decision:
-                decision["fragments"] = self._ranks.thread.do(self._receive_state)
-        if "place" in news:
-            self.number, members, self.clock = news["place"]
-            self.members = tuple(members)
-        return value, news
-
-    # ---- the calls that all ranks make
-
-    def join(self) -> Iterator[Missed]:
-        while decisions := self._hear()[1].get("decisions"):
-            yield from map(self._missed, decisions)
-
-    def reach(self, clock: int) -> int:
-        self._finish_sending()
-        self.clock, _ = self._hear()
-        return self.clock
-
-    def wants(self, number: int) -> bool:
-        return bool(self._hear()[0])
-
-    def start(self, payload: Payload) -> Handle:
-        number = self.numbering.number(payload.fragment, payload.round)
-        self._sent[number] = payload
-        if payload.weight:
-            self._sending = self._ranks.thread.do(self._send, payload)
-        return RoundHandle(self, number)  # what goes into the store is counted on the root
-
-    def _send(self, payload: Payload) -> None:
-        """Beside the loop: this rank's part of the island's payload."""
-        body = payload.body
-        if payload.weight:
-            self._ranks.send(body, ROOT)
-
-    def wait(self, number: int) -> Mean:
-        _, news = self._hear()
-        self._finish_sending()
-        missed: list[Missed] = []
-        for decision in news.get("decisions", ()):
-            if decision.get("number") == number:
-                return replace(self._mean(decision), missed=tuple(missed))
-            missed.append(self._missed(decision))
-        return Mean(NOTHING, {}, included=False, missed=tuple(missed), superseded=True)
-
-    def applied(self, number: int) -> bool:
-        decision = self._decided.pop(number, None)
-        self._forget(number)
-        if decision is not None and decision["save"]:
-            state = self._joining.state()
-            self._saving = self._ranks.thread.do(send_parts, self._ranks, state)
-        return decision is not None and decision["sealed"]
-
-    def last_rounds(self, fragments: Sequence[int]) -> list[tuple[int, int]]:
-        return [(fragment, round) for fragment, round in self._hear()[1]["rounds"]]
-
-    def finish(self) -> None:
-        self._hear()
-
-    def traffic(self) -> tuple[int, int]:
-        return 0, 0
-
-    def leave(self) -> None:
-        if self._left:
-            return
-        self._left = True
-        finish(self._sending)
-        finish(self._saving)
-        self._ranks.close()
-
-    def _finish_sending(self) -> None:
-        """The last payload is made, and on its way."""
-        if self._sending is not None:
-            self._sending.result()  # raises what went wrong
-            self._sending = None
-
-    # ---- decisions
-
-    def _missed(self, decision: News) -> Missed:
-        if "snapshot" not in decision:
-            return MissedRound(decision["fragment"], decision["round"], self._mean(decision))
-        fragments = decision["fragments"].result()
-        self.taken = decision["snapshot"]
-        check_sizes(self.taken, fragments, self._joining.numels)
-        self._forget(self.taken)
-        counted, dropped = (tuple((f, k) for f, k in decision[name]) for name in ("counted", "dropped"))
-        return Snapshot(fragments, counted, dropped)
-
-    def _mean(self, decision: News) -> Mean:
-        self.taken = decision["number"]
-        self._decided[self.taken] = decision
-        mean = self._averages.pop(self.taken).result()
-        return replace(mean, included=decision["included"], closing=decision["closing"])
-
-    def _forget(self, number: int) -> None:
-        for known in (self._decided, self._sent, self._averages, self.arrived):
-            for old in [each for each in known.copy() if each <= number]:
-                del known[old]
-
-    # ---- beside the loop
-
-    def _average(self, average: News) -> Mean:
-        """The mean of a round, of this rank's part; takes the outer step ahead of time where the island is in it."""
-        number, weights, islands = average["number"], average["weights"], average["islands"]
-        data, numel = self._ranks.receive(ROOT), self._joining.numels[average["fragment"]]
-        if islands:
-            codec = self._joining.codec
-            bodies = list(data.view(len(islands), codec.num_bytes(numel)))
-            values = reduction.weighted_mean(bodies, weights, codec, numel, average["factors"])
-        else:
-            values = torch.zeros(numel)
-        mean, sent = Mean(values, dict(zip(islands, weights, strict=True))), self._sent.get(number)
-        if average["own"] and sent is not None and sent.then is not None:
-            sent.then(mean)
-        self.arrived[number] = time.perf_counter()
-        return mean
-
-    def _receive_state(self) -> list[dict[str, Tensor]]:
-        return [unpack_state(bytes_of(self._ranks.receive(ROOT)), "a part of a snapshot") for _ in self._joining.numels]

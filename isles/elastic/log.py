@@ -21,12 +21,11 @@ from isles.wire.world import MismatchError
 class Log:
     """Seals up to round `tail`."""
 
-    def __init__(self, numbering: Numbering, gone_after: int = 0) -> None:
-        self.tail = 0
-        self.gone_after = gone_after
+    def __init__(self, numbering: Numbering) -> None:
+        self.numbering = numbering
+        self.tail = self.gone_after = 0
         self.known = 0
         """How many islands have ever joined: their numbers are below this."""
-        self._numbering = numbering
         self._seals: dict[int, Seal] = {}
         self._digests: dict[int, str] = {}
         self._named: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None = None
@@ -34,18 +33,20 @@ class Log:
     def __getitem__(self, number: int) -> Seal:
         return self._seals[number]
 
-    def begin(self, after: int, digest: str | None) -> None:
-        """Reads on after this round. Its digest may be unknown: the manifest of a snapshot vouches for a later one."""
-        self.tail = after
-        if digest is not None:
-            self._digests[after] = digest
+    def begin(self, digest: str, gone_after: int) -> None:
+        """With what run.json says: the first seal has its digest."""
+        self._digests[0], self.gone_after = digest, gone_after
+
+    def skip_to(self, number: int) -> None:
+        """Reads on after this round. Its digest is unknown: the manifest of a snapshot vouches for a later one."""
+        self.tail = max(0, number)
 
     def digest(self, number: int) -> str:
         return self._digests[number]
 
     def append(self, seal: Seal, digest: str) -> None:
         """The next seal, or an error."""
-        number, place = self.tail + 1, self._numbering.place(self.tail + 1)
+        number, place = self.tail + 1, self.numbering.place(self.tail + 1)
         before = self._seals.get(self.tail)
         checks = {
             "round": (seal.round, number),

@@ -7,9 +7,8 @@
     seals/KKKKKKKK.json          who is in round K                                       put-if-absent, never deleted
     snapshots/KKKKKKKK/...       parts named by content, then manifest.json              put-if-absent, last
 
-Documents are read strictly: bounded size, exactly the expected fields, numbers in range, nothing evaluated. What does
-not fit is a `MismatchError` that names the object. Two kinds of digests (sha256, hex) tie them together: a seal has the
-digest of the seal before it (the first one: of run.json), and those of the payloads that it lists.
+Digests (sha256, hex) tie them together. A seal has the digest of the seal before it (the first one: of run.json), and
+those of the payloads that it lists. A manifest has the digest of its seal, and those of its parts.
 
 A shared secret (HMAC) belongs between these bytes and the store client: sign what is put, verify and strip what is got.
 """
@@ -19,19 +18,31 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import re
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
+from isles.elastic.documents import (
+    MAX_NUMBER,
+    SHA256,
+    Count,
+    DamagedError,
+    Document,
+    Flag,
+    Name,
+    Positive,
+    Rule,
+    Sha256,
+    Text,
+    Weight,
+    at_least,
+)
 from isles.wire.message import HEADER_BYTES, Header
 from isles.wire.world import MismatchError
 
 FORMAT = 1
-MAX_DOCUMENT_BYTES = 1 << 20
-MAX_NUMBER = 1 << 53
 RUN, ISLANDS, ROUNDS, SEALS, SNAPSHOTS = "run.json", "islands/", "rounds/", "seals/", "snapshots/"
 FORM, CLOSING_FORM = "store", "store-closing"
 """What the header of a payload says."""
@@ -82,13 +93,14 @@ def round_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_part(name: str) -> bool:
+    """Whether this names a part of a snapshot."""
+    return name.startswith(SNAPSHOTS) and "-" in name
+
+
 def digest(data: bytes) -> str:
     """sha256, as it is written in seals and manifests."""
     return hashlib.sha256(data).hexdigest()
-
-
-class DamagedError(MismatchError):
-    """What was read cannot be what was written. Reading it again may help."""
 
 
 class Blob(NamedTuple):
@@ -99,34 +111,34 @@ class Blob(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contribution:
+class Contribution(Document):
     """One island's part in a round, as a seal lists it."""
 
-    island: int
-    weight: float
-    steps: int
+    island: Count
+    weight: Weight
+    steps: Count
     """Inner steps that no seal has counted before."""
-    num_bytes: int
-    sha256: str
+    num_bytes: Annotated[int, at_least(HEADER_BYTES)]
+    sha256: Sha256
     """Of the whole object, header included."""
-    closing: bool = False
+    closing: Flag = False
     """The island ends here: these are the steps since its last send, sent before their time."""
 
 
 @dataclass(frozen=True)
-class Seal:
+class Seal(Document):
     """Who is in a round, in the order in which payloads are averaged."""
 
-    round: int
-    fragment: int
-    clock: int
+    round: Positive
+    fragment: Count
+    clock: Positive
     """At which the schedule sends this round."""
     contributions: tuple[Contribution, ...]
-    missing: tuple[int, ...]
+    missing: tuple[Count, ...]
     """Islands that were waited for in vain."""
-    known: int
+    known: Positive
     """How many islands had ever joined, as far as the writer knew."""
-    previous: str
+    previous: Sha256
     """Digest of the seal before it, of run.json for the first."""
 
     @functools.cached_property
@@ -138,86 +150,62 @@ class Seal:
         """Whether everybody who is in it ends with it."""
         return all(each.closing for each in self.contributions)
 
-    def pack(self) -> bytes:
-        return _pack(asdict(self))
-
-    @classmethod
-    def parse(cls, data: bytes, name: str) -> Seal:
-        read = _Reader.of(data, name, cls)
-        rows = read.list("contributions")
-        contributions = tuple([_contribution(_Reader(row, name, _names(Contribution))) for row in rows])
-        numbers = (read.integer("round", 1), read.integer("fragment"), read.integer("clock", 1))
-        missing, known = read.integers("missing"), read.integer("known", 1)
-        seal = cls(*numbers, contributions, missing, known, read.sha256("previous"))
-        rising = all(list(each) == sorted(set(each)) for each in (seal.islands, missing))
-        read.must(
-            "contributions", bool(rows) and rising and not set(seal.islands) & set(missing), "in order, each once"
-        )
-        read.must("known", known > max(*seal.islands, *missing, 0), "more than every island that is named")
-        return seal
+    def rules(self) -> dict[str, Rule]:
+        islands, missing = self.islands, self.missing
+        rising = all(list(each) == sorted(set(each)) for each in (islands, missing))
+        listed = bool(islands) and rising and not set(islands) & set(missing)
+        largest = max((*islands, *missing, 0))
+        return {
+            "contributions": Rule(lambda _: listed, "in order, each once"),
+            "known": Rule(lambda known: known > largest, "more than every island that is named"),
+        }
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Document):
     """One object of a snapshot."""
 
-    name: str
-    num_bytes: int
-    sha256: str
+    name: Name
+    num_bytes: Count
+    sha256: Sha256
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Document):
     """A snapshot: anchors and velocities after a round."""
 
-    round: int
-    seal: str
+    round: Count
+    seal: Text
     """Digest of the seal of that round; empty for the state before the first."""
     parts: tuple[Part, ...]
 
-    def pack(self) -> bytes:
-        return _pack(asdict(self))
-
-    @classmethod
-    def parse(cls, data: bytes, name: str) -> Manifest:
-        return cls._read(_Reader.of(data, name, cls))
-
-    @classmethod
-    def _read(cls, read: _Reader) -> Manifest:
-        number = read.integer("round")
-        rows = [_Reader(row, read.name, _names(Part)) for row in read.list("parts")]
-        parts = tuple([Part(row.text("name"), row.integer("num_bytes"), row.sha256("sha256")) for row in rows])
-        read.must("parts", all(round_of(part.name) == number for part in parts), f"names of the snapshot {number}")
-        return cls(number, read.sha256("seal") if number else read.text("seal", 0), parts)
+    def rules(self) -> dict[str, Rule]:
+        of_round = lambda parts: bool(parts) and all(round_of(part.name) == self.round for part in parts)
+        of_seal = lambda seal: not self.round or SHA256.fullmatch(seal) is not None
+        return {
+            "parts": Rule(of_round, f"names of the snapshot {self.round}"),
+            "seal": Rule(of_seal, "a sha256 in hex"),
+        }
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Document):
     """What a run is. Whoever joins compares `method` and `model`."""
 
-    run: str
+    run: Name
     """Its name: the token of the process that made it."""
-    method: str
+    method: Text
     """The settings that all islands share, as text."""
-    model: str
+    model: Text
     """Digest of fragment names and shapes."""
-    gone_after: int
+    gone_after: Positive
     """Rounds for which an island that was missing is still looked for. Islands must agree on whom they look for."""
     start: Manifest
     """The state before the first round. It is complete when run.json exists."""
-    format: int = FORMAT
+    format: Count = FORMAT
 
-    def pack(self) -> bytes:
-        return _pack(asdict(self))
-
-    @classmethod
-    def parse(cls, data: bytes, name: str = RUN) -> Run:
-        read = _Reader.of(data, name, cls)
-        read.must("format", read.integer("format") == FORMAT, f"{FORMAT}: run the same isles everywhere")
-        start = Manifest._read(_Reader(read.fields["start"], name, _names(Manifest)))
-        return cls(
-            read.text("run"), read.text("method", 0), read.text("model", 0), read.integer("gone_after", 1), start
-        )
+    def rules(self) -> dict[str, Rule]:
+        return {"format": Rule(lambda format: format == FORMAT, f"{FORMAT}: run the same isles everywhere")}
 
     def check(self, own: Run) -> None:
         """Raises unless an island with these settings may join."""
@@ -226,61 +214,6 @@ class Run:
             if there != here:
                 advice = "join with the same model and method, or give this run a store of its own"
                 raise MismatchError(f"{RUN}: this run has another {what} ({_differences(there, here)}): {advice}")
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """islands/NNNN.json: who has the number. Or NNNN.left.json: who gave it up."""
-
-    token: str
-    """Made by the process, unlike any other: it knows its own announcement by it."""
-    round: int
-    """The first round that it could be in; the first one that it will not be in."""
-
-    def pack(self) -> bytes:
-        return _pack(asdict(self))
-
-    @classmethod
-    def parse(cls, data: bytes, name: str) -> Announcement:
-        read = _Reader.of(data, name, cls)
-        return cls(read.text("token"), read.integer("round", 1))
-
-
-# ---- payloads
-
-
-def pack_payload(header: Header, body: bytes) -> bytes:
-    """The object of a payload. `header.step` are the steps that it contains, `header.checksum` is crc32 of the body."""
-    return header.pack() + body
-
-
-def open_payload(name: str, data: bytes) -> tuple[Contribution, Header]:
-    """What a payload says about itself; `DamagedError` unless its body, `data[HEADER_BYTES:]`, is whole."""
-    island = int(name.rpartition("/")[2])
-    try:
-        header = Header.unpack(data[:HEADER_BYTES], island)
-    except MismatchError as error:
-        raise DamagedError(f"{name}: {error}") from None
-    body = memoryview(data)[HEADER_BYTES:]
-    if len(body) != header.num_bytes or zlib.crc32(body) != header.checksum:
-        raise DamagedError(f"{name}: the payload of island {island} is damaged or cut short")
-    closing = header.form == CLOSING_FORM
-    return Contribution(island, header.weight, header.step, len(data), digest(data), closing), header
-
-
-# ---- strict reading
-
-
-def _pack(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _contribution(read: _Reader) -> Contribution:
-    weight = read.fields["weight"]
-    finite = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf
-    read.must("weight", finite, "a finite number, not negative")
-    numbers = (read.integer("steps"), read.integer("num_bytes", HEADER_BYTES))
-    return Contribution(read.integer("island"), float(weight), *numbers, read.sha256("sha256"), read.boolean("closing"))
 
 
 def _differences(there: str, here: str) -> str:
@@ -298,72 +231,40 @@ def _differences(there: str, here: str) -> str:
     return text[:500]
 
 
-@functools.cache
-def _names(kind: type) -> frozenset[str]:
-    return frozenset(each.name for each in fields(kind))
+@dataclass(frozen=True)
+class Announcement(Document):
+    """islands/NNNN.json: who has the number. Or NNNN.left.json: who gave it up."""
+
+    token: Name
+    """Made by the process, unlike any other: it knows its own announcement by it."""
+    round: Positive
+    """The first round that it could be in; the first one that it will not be in."""
 
 
-class _Reader:
-    """The fields of one JSON object, each checked when it is read."""
-
-    def __init__(self, document: Any, name: str, expected: frozenset[str]) -> None:
-        self.name, self.fields = name, document
-        if not isinstance(document, dict) or document.keys() != expected:
-            found = sorted(document) if isinstance(document, dict) else type(document).__name__
-            raise MismatchError(f"{name}: expected the fields {', '.join(sorted(expected))}, found {str(found)[:200]}")
-
-    @classmethod
-    def of(cls, data: bytes, name: str, kind: type) -> _Reader:
-        if len(data) > MAX_DOCUMENT_BYTES:
-            raise MismatchError(f"{name} has {len(data)} bytes: the most is {MAX_DOCUMENT_BYTES}")
-        try:
-            document = json.loads(data.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-        except (ValueError, RecursionError) as error:
-            raise DamagedError(f"{name} is damaged, or not an object of isles: {str(error)[:200]}") from None
-        return cls(document, name, _names(kind))
-
-    def must(self, field: str, holds: bool, wanted: str) -> None:
-        if not holds:
-            raise MismatchError(f"{self.name}: {field} is {str(self.fields[field])[:200]}, and must be {wanted}")
-
-    def integer(self, field: str, least: int = 0) -> int:
-        value = self.fields[field]
-        self.must(field, type(value) is int and least <= value <= MAX_NUMBER, f"an integer from {least} on")
-        return value
-
-    def text(self, field: str, least: int = 1) -> str:
-        value = self.fields[field]
-        self.must(
-            field, type(value) is str and least <= len(value) <= 1 << 16, f"a text of {least} to 65536 characters"
-        )
-        return value
-
-    def boolean(self, field: str) -> bool:
-        value = self.fields[field]
-        self.must(field, type(value) is bool, "true or false")
-        return value
-
-    def sha256(self, field: str) -> str:
-        value = self.text(field)
-        self.must(field, re.fullmatch(r"[0-9a-f]{64}", value) is not None, "a sha256 in hex")
-        return value
-
-    def list(self, field: str) -> list[Any]:
-        self.must(field, type(self.fields[field]) is list, "a list")
-        return self.fields[field]
-
-    def integers(self, field: str) -> tuple[int, ...]:
-        values: Sequence[Any] = self.list(field)
-        self.must(field, all(type(value) is int and 0 <= value <= MAX_NUMBER for value in values), "a list of integers")
-        return tuple(values)
+def open_payload(name: str, data: bytes) -> tuple[Contribution, Header]:
+    """What a payload says about itself. `DamagedError` unless its body, `data[HEADER_BYTES:]`, is whole."""
+    island = int(name.rpartition("/")[2])
+    try:
+        header = Header.unpack(data[:HEADER_BYTES], island)
+    except MismatchError as error:
+        raise DamagedError(f"{name}: {error}") from None
+    body = memoryview(data)[HEADER_BYTES:]
+    if len(body) != header.num_bytes or zlib.crc32(body) != header.checksum:
+        raise DamagedError(f"{name}: the payload of island {island} is damaged or cut short")
+    if header.step > MAX_NUMBER:
+        raise DamagedError(f"{name}: island {island} says that it has taken {header.step} steps")
+    closing = header.form == CLOSING_FORM
+    return Contribution(island, header.weight, header.step, len(data), digest(data), closing), header
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        raise ValueError("a field is there twice")
-    return document
+Check = Callable[[int, Header], None]
+"""Raises `DamagedError` if a payload of this round cannot have this header."""
 
 
-def _no_constants(text: str) -> Any:
-    raise ValueError(f"{text} is not a number")
+def told_of(name: str, data: bytes, check: Check = lambda number, header: None) -> Contribution | Blob | bytes:
+    """What the protocol is told of an object that was read. The bytes of large ones stay with the driver."""
+    if name.startswith(ROUNDS):
+        contribution, header = open_payload(name, data)
+        check(round_of(name) or 0, header)
+        return contribution
+    return Blob(len(data), digest(data)) if is_part(name) else data

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.elastic.objects import DamagedError
+from isles.elastic.documents import DamagedError
 from isles.wire.groups import break_connections, private_group, private_store
 from isles.wire.message import bytes_of, tensor_of
 from isles.wire.worker import Worker, stop_all

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from isles.elastic.decisions import Apply, Decision, Load
+from isles.elastic.documents import DamagedError
 from isles.elastic.driver import Driver
 from isles.elastic.layout import Layout, check_sizes, pack_fragments, unpack_state
 from isles.elastic.numbering import Numbering
@@ -27,7 +28,6 @@ from isles.elastic.objects import (
     FORM,
     Blob,
     Contribution,
-    DamagedError,
     Manifest,
     digest,
     payload_name,
@@ -38,7 +38,7 @@ from isles.wire.message import HEADER_BYTES, Header, bytes_of, checksum, tensor_
 from isles.wire.world import Handle, Joining, LostPeerError, Mean, Missed, MissedRound, Payload, Snapshot
 
 if TYPE_CHECKING:
-    from isles.elastic.lock_step import Follower
+    from isles.elastic.follower import Follower
 
 LEAST_PATIENCE = 10.0
 LEAVE_SECONDS = 10.0

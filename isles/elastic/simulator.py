@@ -1,9 +1,8 @@
 """Many islands, a store and a clock in one process; one seed decides everything that happens.
 
-A simulated island is the real protocol (`isles.elastic.protocol`) around a toy model with exact arithmetic. Its
-training loop is a generator that sleeps for a step or waits for a decision. Requests to the store take time, and
-`Faults` decides what becomes of each. All events are in one queue, ordered by time: a seed that fails fails again in
-the same way.
+A simulated island (`process`) is the real protocol around a toy model with exact arithmetic. Requests to the store take
+time, and `Faults` decides what becomes of each. All events are in one queue, ordered by time: a seed that fails fails
+again in the same way.
 
 A simulation has two parts. First everything that the seed draws may go wrong. After three fifths of the rounds faults
 stop: those who sleep wake up in their time, and at least a quorum is started. From then on rounds must be sealed, with
@@ -18,196 +17,19 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from isles.core.schedule import Schedule
-from isles.elastic.decisions import Apply, Decision, Settings
+from isles.elastic.decisions import Settings
 from isles.elastic.faults import REQUEST_TIMEOUT, Faults, Path
 from isles.elastic.invariants import Checker, Violation
 from isles.elastic.numbering import Numbering
-from isles.elastic.objects import (
-    ROUNDS,
-    SNAPSHOTS,
-    Blob,
-    Contribution,
-    DamagedError,
-    Manifest,
-    Part,
-    Run,
-    digest,
-    open_payload,
-    part_name,
-    payload_name,
-    round_of,
-)
+from isles.elastic.objects import ROUNDS, payload_name, round_of
+from isles.elastic.process import Process
 from isles.elastic.protocol import Member
-from isles.elastic.requests import Answer, Operation
-from isles.elastic.toy import State, Toy, read_payload
-from isles.wire.world import LostPeerError, MismatchError
-
-Loop = Generator[float | None, None, None]
-
-
-class Process:
-    """One island, from its start to its end. It never comes back: whoever restarts is a new process."""
-
-    def __init__(self, simulation: Simulation, token: str, step_seconds: float) -> None:
-        self.token, self.step_seconds, self.simulation = token, step_seconds, simulation
-        self.alive, self.leaving, self.ending = True, False, False
-        self.asleep_until = self.cut_off_until = 0.0
-        self.joined_after = 1 << 60
-        """The end of the log when it joined."""
-        self.toy = Toy(simulation.numbering)
-        start = State.initial(simulation.fragments).pack()
-        blob = Blob(len(start), digest(start))
-        part = Part(part_name(0, "state", blob.sha256), *blob)
-        own = Run(token, "toy", simulation.model, simulation.gone_after, Manifest(0, "", (part,)))
-        options = (simulation.numbering, simulation.settings, token, simulation.now)
-        self.member = simulation.member(own, {part.name: start}, *options)
-        self.kept: dict[str, bytes] = {}
-        """Payloads, and parts of snapshots, that it has read."""
-        self.sent: dict[int, bytes] = {}
-        self.wake_at = math.inf
-        self._loop = self._train()
-        self._waits = True
-
-    # ---- events
-
-    def run(self, action: Callable[..., Any], *arguments: Any) -> None:
-        """Something happens to this process: an answer, a time that has come, the end of a step."""
-        simulation = self.simulation
-        if not self.alive:
-            return
-        if self.asleep_until > simulation.now:
-            simulation.at(self.asleep_until, self.run, action, *arguments)
-            return
-        try:
-            action(*arguments, simulation.now)
-            if self._waits and not self.leaving:
-                self.resume(simulation.now)
-        except (LostPeerError, MismatchError) as error:
-            simulation.failed(self, error)
-            return
-        for operation in self.member.operations():
-            simulation.request(self, operation)
-        if self.member.left:
-            simulation.ended(self)
-        if self.alive and self.member.wake_at < self.wake_at:
-            self.wake_at = max(self.member.wake_at, simulation.now)
-            simulation.at(self.wake_at, self._wake, self.wake_at)
-
-    def answer(self, operation: Operation, answer: Answer, now: float) -> None:
-        """Payloads and parts of snapshots stay here, if they are whole; the protocol is told what they are."""
-        name, value = operation.name, answer.value
-        if answer.status == "ok" and operation.kind == "get" and name.startswith(ROUNDS):
-            try:
-                answer = Answer("ok", open_payload(name, value)[0])
-                self.kept[name] = value
-            except DamagedError:
-                answer = Answer("damaged")
-        elif answer.status == "ok" and operation.kind == "get" and name.startswith(SNAPSHOTS) and "-" in name:
-            answer = Answer("ok", Blob(len(value), digest(value)))
-            if name == part_name(round_of(name) or 0, "state", digest(value)):
-                self.kept[name] = value
-        self.member.answer(operation, answer, now)
-
-    def _wake(self, time: float) -> None:
-        if time == self.wake_at:  # else there is an earlier one
-            self.wake_at = math.inf
-            self.run(self.member.wake)
-
-    def resume(self, now: float) -> None:
-        """The training loop goes on until it sleeps or waits."""
-        if self.leaving:
-            return
-        pause = next(self._loop)
-        self._waits = pause is None
-        if pause is not None:
-            self.simulation.at(now + pause, self.run, self.resume)
-
-    # ---- the training loop, as the engine of a real island has it
-
-    def _train(self) -> Loop:
-        member, simulation, numbering = self.member, self.simulation, self.simulation.numbering
-        while not member.joined:
-            self._take(member.log.tail)
-            yield None
-        self.joined_after = simulation.checker.tail
-        simulation.count["joins"] += 1
-        yield from self._wait_for(member.log.tail)
-        clock = member.clock
-        while True:
-            if self.ending:
-                yield from self._end(clock)
-            yield self.step_seconds
-            self.toy.learn(member.number or 0)
-            simulation.checker.observe(self.token, self.toy, member.taken)
-            reached = member.reach(clock + 1, simulation.now)
-            simulation.count["jumps"] += reached > clock + 1
-            while clock < reached:
-                clock += 1
-                for number in numbering.sent_at(clock):
-                    if member.wants(number):
-                        self._send(number)
-                for number in numbering.applied_at(clock):
-                    yield from self._wait_for(number)
-
-    def _end(self, clock: int) -> Loop:
-        """Sends what was learned since the last sends, waits until that is counted or not, and leaves."""
-        member, numbering = self.member, self.simulation.numbering
-        last = max(numbering.last_sent(clock), member.log.tail) + self.simulation.fragments
-        for number in range(last - self.simulation.fragments + 1, last + 1):
-            if member.wants(number):
-                self._send(number, closing=True)
-        member.finish(last, self.simulation.now)
-        yield from self._wait_for(last)
-        self.simulation.count["ends"] += 1
-        self.leaving = True
-        member.leave(self.simulation.now)
-        while True:
-            yield None
-
-    def _send(self, number: int, *, closing: bool = False) -> None:
-        data = self.toy.send(number, closing=closing)
-        contribution, _ = open_payload(payload_name(number, 0), data)
-        self.member.send(number, contribution, data, self.simulation.now)
-        self.sent[number] = data
-
-    def _wait_for(self, number: int) -> Loop:
-        self.member.wait(number, self.simulation.now)
-        self._take(number)
-        while self.member.taken < number:
-            yield None
-            self._take(number)
-
-    def _take(self, number: int) -> None:
-        for decision in self.member.take(number, self.simulation.now):
-            self._apply(decision)
-
-    def _apply(self, decision: Decision) -> None:
-        member, toy, simulation = self.member, self.toy, self.simulation
-        if isinstance(decision, Apply):
-            number = decision.number
-            toy.apply(number, [self._payload(number, each) for each in decision.contributions], decision.included)
-            outcome = "included" if decision.included else "excluded" if self.joined_after < number else "replayed"
-            simulation.count[outcome] += 1
-        else:
-            number = decision.manifest.round
-            toy.load(State.parse(self.kept[decision.manifest.parts[0].name]), decision.counted, number)
-            simulation.count["reloads" if member.joined else "loads"] += 1
-        simulation.checker.observe(self.token, toy, number)
-        simulation.trace(self.token, decision)
-        self.kept = {name: data for name, data in self.kept.items() if (round_of(name) or 0) > number}
-        if isinstance(decision, Apply) and decision.save:
-            assert toy.state is not None
-            data = toy.state.pack()
-            member.save(decision, {"state": (Blob(len(data), digest(data)), data)}, simulation.now)
-            simulation.count["snapshots"] += 1
-
-    def _payload(self, number: int, contribution: Contribution) -> tuple[float, int]:
-        name = payload_name(number, contribution.island)
-        return read_payload(self.kept[name] if name in self.kept else self.sent[number])
+from isles.elastic.requests import Answer, Operation, perform
+from isles.wire.world import LostPeerError
 
 
 class Simulation:
@@ -420,22 +242,15 @@ class Simulation:
             self.at(self.now + path.back, process.run, process.answer, operation, answer)
 
     def perform(self, operation: Operation) -> Answer:
-        """What a store does."""
-        kind, name, store = operation.kind, operation.name, self.store
-        if kind == "get":
-            return Answer("ok", store[name]) if name in store else Answer("missing")
-        if kind == "list":
-            return Answer("ok", [each for each in store if each.startswith(name)])
-        if kind == "delete":
-            if store.pop(name, None) is not None:
-                self.checker.deleted(name)
-                self.count["deletions"] += 1
-            return Answer("ok")
-        if kind == "create" and name in store:
-            return Answer("exists")
-        store[name] = operation.body
-        self.checker.wrote(name, operation.body)
-        return Answer("ok")
+        """What the store does, seen by the checker."""
+        kind, name, there = operation.kind, operation.name, operation.name in self.store
+        answer = perform(self.store, operation)
+        if kind == "delete" and there:
+            self.checker.deleted(name)
+            self.count["deletions"] += 1
+        elif kind in ("put", "create") and answer.status == "ok":
+            self.checker.wrote(name, operation.body)
+        return answer
 
 
 def _schedule(draw: random.Random, fragments: int) -> Schedule:

@@ -10,12 +10,14 @@ do older snapshots. One more than necessary is kept, for those who are reading i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from isles.elastic.objects import ROUNDS, SNAPSHOTS, Manifest, Part, manifest_name, round_of
+from isles.elastic.decisions import Apply
+from isles.elastic.objects import ROUNDS, SNAPSHOTS, Blob, Manifest, Part, manifest_name, part_name, round_of
 from isles.elastic.requests import Answer, Requests
 from isles.wire.world import MismatchError
 
@@ -36,13 +38,21 @@ def put_all(requests: Requests, parts: Mapping[str, Any], now: float, then: Call
         requests.start(now, "put", name, partial(stored, name), body)
 
 
-def save(requests: Requests, manifest: Manifest, parts: Mapping[str, Any], now: float) -> None:
-    """Writes a snapshot, then deletes what nobody will need again."""
+Parts = Mapping[str, tuple[Blob, Any]]
+"""Of a snapshot, by label: what each is, and its body."""
+
+
+def save(requests: Requests, after: Apply, parts: Parts, now: float, then: Callable[[], None]) -> None:
+    """Writes a snapshot, calls back, and deletes what nobody will need again."""
+    number = after.number
+    names = {label: part_name(number, label, blob.sha256) for label, (blob, _) in parts.items()}
+    manifest = Manifest(number, after.seal, tuple(Part(names[label], *blob) for label, (blob, _) in parts.items()))
 
     def create(later: float) -> None:
-        requests.start(later, "create", manifest_name(manifest.round), collect, manifest.pack())
+        requests.start(later, "create", manifest_name(number), collect, manifest.pack())
 
     def collect(_: Answer, later: float) -> None:
+        then()
         requests.start(later, "list", SNAPSHOTS, delete_snapshots)
 
     def delete_snapshots(answer: Answer, later: float) -> None:
@@ -57,7 +67,7 @@ def save(requests: Requests, manifest: Manifest, parts: Mapping[str, Any], now: 
             if (number := round_of(name)) is not None and number <= last:
                 requests.start(later, "delete", name, lambda answer, later: None)
 
-    put_all(requests, parts, now, create)
+    put_all(requests, {names[label]: body for label, (_, body) in parts.items()}, now, create)
 
 
 # ---- loading
@@ -67,7 +77,8 @@ def save(requests: Requests, manifest: Manifest, parts: Mapping[str, Any], now: 
 class Search:
     """Gets the newest snapshot; calls `then` with its manifest, or None if there is none of round `least` or later.
 
-    What is missing was deleted while it was being read: then there is a newer one.
+    What is missing was deleted while it was being read: then there is a newer one, which is read instead. Until that
+    is found, what is missing is asked for again.
     """
 
     requests: Requests
@@ -75,56 +86,60 @@ class Search:
     """The state before the first round, from run.json."""
     least: int
     then: Callable[[Manifest | None, float], None]
-    _incomplete: int = -1
-    _waiting: dict[str, Part] = field(default_factory=dict)
+    _number: float = -1
+    """The snapshot that is being read; infinite when that is done."""
+    _listing: bool = False
+    _waiting: set[str] = field(default_factory=set)
 
     def begin(self, now: float) -> None:
-        self.requests.start(now, "list", SNAPSHOTS, self._on_names)
+        if not self._listing:
+            self._listing = True
+            self.requests.start(now, "list", SNAPSHOTS, self._on_names)
 
-    def _on_names(self, answer: Answer, now: float) -> str | None:
+    def _on_names(self, answer: Answer, now: float) -> None:
+        self._listing = False
         newest = max(_complete(answer.value), default=0)
-        if newest < self.least:
+        if self._number < 0 and newest < self.least:
             self.then(None, now)
-        elif newest == self._incomplete:
-            self._incomplete = -1
-            return f"snapshot {newest} is not complete, and there is no newer one"
-        elif newest == 0:
-            self._get_parts(self.start, now)
-        else:
-            self.requests.start(now, "get", manifest_name(newest), partial(self._on_manifest, newest))
-        return None
+        elif newest > self._number:
+            self._number = newest
+            if newest:
+                self.requests.start(now, "get", manifest_name(newest), partial(self._on_manifest, newest))
+            else:
+                self._get_parts(self.start, now)
 
-    def _on_manifest(self, number: int, answer: Answer, now: float) -> None:
+    def _on_manifest(self, number: int, answer: Answer, now: float) -> str | None:
+        if number != self._number:
+            return None
         if answer.status == "missing":
-            self._again(number, now)
-            return
+            return self._on_missing(now)
         manifest = Manifest.parse(answer.value, manifest_name(number))
         if manifest.round != number:
             raise MismatchError(f"{manifest_name(number)} is the manifest of snapshot {manifest.round}")
         self._get_parts(manifest, now)
+        return None
 
     def _get_parts(self, manifest: Manifest, now: float) -> None:
-        self._waiting = {part.name: part for part in manifest.parts}
+        self._waiting = {part.name for part in manifest.parts}
         for part in manifest.parts:
             self.requests.start(now, "get", part.name, partial(self._on_part, manifest, part), limit=part.num_bytes)
 
     def _on_part(self, manifest: Manifest, part: Part, answer: Answer, now: float) -> str | None:
-        if self._waiting.get(part.name) is not part:
-            return None  # of an attempt that was given up
+        if manifest.round != self._number:
+            return None
         if answer.status == "missing":
-            self._waiting = {}
-            self._again(manifest.round, now)
-        elif answer.value != (part.num_bytes, part.sha256):
+            return self._on_missing(now)
+        if answer.value != (part.num_bytes, part.sha256):
             return f"it is {answer.value or answer.status}, and the manifest of snapshot {manifest.round} says {part}"
-        else:
-            del self._waiting[part.name]
-            if not self._waiting:
-                self.then(manifest, now)
+        self._waiting.discard(part.name)
+        if not self._waiting:
+            self._number = math.inf
+            self.then(manifest, now)
         return None
 
-    def _again(self, incomplete: int, now: float) -> None:
-        self._incomplete = incomplete
+    def _on_missing(self, now: float) -> str:
         self.begin(now)
+        return "it is missing, and there is no newer snapshot"
 
 
 def _complete(names: Iterable[str]) -> list[int]:

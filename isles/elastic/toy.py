@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from isles.elastic.numbering import Numbering
-from isles.elastic.objects import CLOSING_FORM, FORM, pack_payload
+from isles.elastic.objects import CLOSING_FORM, FORM
 from isles.wire.message import HEADER_BYTES, Header
 
 Weighted = tuple[float, int]
@@ -89,7 +89,7 @@ class Toy:
         self.in_flight[number] = delta, steps
         body = NUMBER.pack(delta)
         where = (fragment, round, 1, len(body), float(steps), steps, zlib.crc32(body))
-        return pack_payload(Header(CLOSING_FORM if closing else FORM, "integer", *where), body)
+        return Header(CLOSING_FORM if closing else FORM, "integer", *where).pack() + body
 
     def apply(self, number: int, contributions: Sequence[Weighted], included: bool) -> None:
         """A round has been decided."""

@@ -37,7 +37,7 @@ from isles.wire.message import HEADER_BYTES, check_byte_order
 from isles.wire.world import Handle, Joining, Missed, Payload
 
 if TYPE_CHECKING:
-    from isles.elastic.lock_step import Follower
+    from isles.elastic.follower import Follower
 
 PERIODS_BETWEEN_SNAPSHOTS = 16
 """A snapshot has about the bytes of so many periods in 4 bits, two of them per parameter being in fp32."""

@@ -28,7 +28,7 @@ from isles.elastic.driver import CONNECTIONS
 from isles.elastic.numbering import Numbering
 from isles.elastic.objects import Blob, Contribution, Manifest, Part, Run, part_name
 from isles.elastic.protocol import NOBODY, Member
-from isles.elastic.requests import Answer, Operation
+from isles.elastic.requests import Answer, Operation, perform
 from isles.elastic.session import LEAST_PATIENCE
 from isles.elastic.world import PERIODS_BETWEEN_SNAPSHOTS, POLL, ROUNDS_UNTIL_GONE
 from isles.plan.exchange import FRAMING
@@ -171,21 +171,13 @@ class _Simulation(Events):
 
     def perform(self, operation: Operation) -> Answer:
         """What a store does. Payloads are known by what a seal says of them."""
-        kind, name, store = operation.kind, operation.name, self.store
-        if kind == "get":
-            return Answer("ok", store[name]) if name in store else Answer("missing")
-        if kind == "list":
-            return Answer("ok", [each for each in store if each.startswith(name)])
-        if kind == "delete":
-            store.pop(name, None)
-            return Answer("ok")
-        if kind == "create" and name in store:
-            return Answer("exists")
-        body = operation.body
-        store[name] = replace(body, island=int(name[-4:])) if isinstance(body, Contribution) else body
-        if name.startswith("seals/"):
+        name, body = operation.name, operation.body
+        answer = perform(self.store, operation)
+        if isinstance(body, Contribution):
+            self.store[name] = replace(body, island=int(name[-4:]))
+        if name.startswith("seals/") and operation.kind == "create" and answer.status == "ok":
             self.num_bytes["seals"] += len(body)
-        return Answer("ok")
+        return answer
 
 
 class _Island:

@@ -1,0 +1,180 @@
+"""The ranks of an island besides the first: the calls of a `Session`, answered by the root.
+
+A follower hears what came of each call (`ranks`). It sends its part of the island's payload, and of a snapshot, to the
+root, and gets its part of every payload in a sealed round, which it averages by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from isles.elastic.layout import check_sizes, pack_fragments, unpack_state
+from isles.elastic.numbering import Numbering
+from isles.elastic.ranks import ROOT, News, Ranks
+from isles.elastic.session import LEAVE_SECONDS, NOTHING, RoundHandle
+from isles.wire import reduction
+from isles.wire.message import bytes_of, tensor_of
+from isles.wire.world import Handle, Joining, Mean, Missed, MissedRound, Payload, Snapshot
+
+
+def send_parts(ranks: Ranks, state: list[dict[str, Tensor]]) -> None:
+    """A rank's parts of a snapshot, to the root."""
+    for data in pack_fragments(state).values():
+        ranks.send(tensor_of(data), ROOT)
+
+
+def drain(sending: Future[None] | None) -> None:
+    """Gives what is being sent the time to get there, before the connections are closed."""
+    with suppress(Exception):
+        if sending is not None:
+            sending.result(LEAVE_SECONDS)
+
+
+class Follower:
+    """Every other rank: the same calls as of a `Session`, answered by the root."""
+
+    def __init__(self, ranks: Ranks, joining: Joining, numbering: Numbering) -> None:
+        self.numbering = numbering
+        self.number: int | None = None
+        self.members: tuple[int, ...] = ()
+        self.taken = self.clock = 0
+        self._ranks, self._joining = ranks, joining
+        self._sent: dict[int, Payload] = {}
+        self._averages: dict[int, Future[Mean]] = {}
+        self._decided: dict[int, News] = {}
+        self.arrived: dict[int, float] = {}
+        self._sending: Future[None] | None = None
+        self._saving: Future[None] | None = None
+        self._left = False
+
+    def _hear(self) -> tuple[int, News]:
+        """What the root says. Receiving what it announces is begun."""
+        value, news = self._ranks.hear()
+        for average in news.get("averages", ()):
+            self._averages[average["number"]] = self._ranks.thread.do(self._average, average)
+        for decision in news.get("decisions", ()):
+            if "snapshot" in decision:
+                decision["fragments"] = self._ranks.thread.do(self._receive_state)
+        if "place" in news:
+            self.number, members, self.clock = news["place"]
+            self.members = tuple(members)
+        return value, news
+
+    # ---- the calls that all ranks make
+
+    def join(self) -> Iterator[Missed]:
+        while decisions := self._hear()[1].get("decisions"):
+            yield from map(self._missed, decisions)
+
+    def reach(self, clock: int) -> int:
+        self._finish_sending()
+        self.clock, _ = self._hear()
+        return self.clock
+
+    def wants(self, number: int) -> bool:
+        return bool(self._hear()[0])
+
+    def start(self, payload: Payload) -> Handle:
+        number = self.numbering.number(payload.fragment, payload.round)
+        self._sent[number] = payload
+        if payload.weight:
+            self._sending = self._ranks.thread.do(self._send, payload)
+        return RoundHandle(self, number)  # what goes into the store is counted on the root
+
+    def _send(self, payload: Payload) -> None:
+        """Beside the loop: this rank's part of the island's payload."""
+        body = payload.body
+        if payload.weight:
+            self._ranks.send(body, ROOT)
+
+    def wait(self, number: int) -> Mean:
+        _, news = self._hear()
+        self._finish_sending()
+        missed: list[Missed] = []
+        for decision in news.get("decisions", ()):
+            if decision.get("number") == number:
+                return replace(self._mean(decision), missed=tuple(missed))
+            missed.append(self._missed(decision))
+        return Mean(NOTHING, {}, included=False, missed=tuple(missed), superseded=True)
+
+    def applied(self, number: int) -> bool:
+        decision = self._decided.pop(number, None)
+        self._forget(number)
+        if decision is not None and decision["save"]:
+            state = self._joining.state()
+            self._saving = self._ranks.thread.do(send_parts, self._ranks, state)
+        return decision is not None and decision["sealed"]
+
+    def last_rounds(self, fragments: Sequence[int]) -> list[tuple[int, int]]:
+        return [(fragment, round) for fragment, round in self._hear()[1]["rounds"]]
+
+    def finish(self) -> None:
+        self._hear()
+
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
+    def leave(self) -> None:
+        if self._left:
+            return
+        self._left = True
+        drain(self._sending)
+        drain(self._saving)
+        self._ranks.close()
+
+    def _finish_sending(self) -> None:
+        """The last payload is made, and on its way."""
+        if self._sending is not None:
+            self._sending.result()  # raises what went wrong
+            self._sending = None
+
+    # ---- decisions
+
+    def _missed(self, decision: News) -> Missed:
+        if "snapshot" not in decision:
+            return MissedRound(decision["fragment"], decision["round"], self._mean(decision))
+        fragments = decision["fragments"].result()
+        self.taken = decision["snapshot"]
+        check_sizes(self.taken, fragments, self._joining.numels)
+        self._forget(self.taken)
+        counted, dropped = (tuple((f, k) for f, k in decision[name]) for name in ("counted", "dropped"))
+        return Snapshot(fragments, counted, dropped)
+
+    def _mean(self, decision: News) -> Mean:
+        self.taken = decision["number"]
+        self._decided[self.taken] = decision
+        mean = self._averages.pop(self.taken).result()
+        return replace(mean, included=decision["included"], closing=decision["closing"])
+
+    def _forget(self, number: int) -> None:
+        for known in (self._decided, self._sent, self._averages, self.arrived):
+            for old in [each for each in known.copy() if each <= number]:
+                del known[old]
+
+    # ---- beside the loop
+
+    def _average(self, average: News) -> Mean:
+        """The mean of a round, of this rank's part; takes the outer step ahead of time where the island is in it."""
+        number, weights, islands = average["number"], average["weights"], average["islands"]
+        data, numel = self._ranks.receive(ROOT), self._joining.numels[average["fragment"]]
+        if islands:
+            codec = self._joining.codec
+            bodies = list(data.view(len(islands), codec.num_bytes(numel)))
+            values = reduction.weighted_mean(bodies, weights, codec, numel, average["factors"])
+        else:
+            values = torch.zeros(numel)
+        mean, sent = Mean(values, dict(zip(islands, weights, strict=True))), self._sent.get(number)
+        if average["own"] and sent is not None and sent.then is not None:
+            sent.then(mean)
+        self.arrived[number] = time.perf_counter()
+        return mean
+
+    def _receive_state(self) -> list[dict[str, Tensor]]:
+        return [unpack_state(bytes_of(self._ranks.receive(ROOT)), "a part of a snapshot") for _ in self._joining.numels]
