@@ -15,17 +15,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isles.core.device import SideStream, Upload, pinned
-from isles.core.encoding import add_decoded, decoded
+from isles.core.device import SideStream, Upload, pinned, pinned_rows
+from isles.core.encoding import add_decoded, decoded, mean_of
 from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.core.offload import Offload
-from isles.core.outer import OuterSGD, TorchOuter
+from isles.core.outer import OuterSGD, TorchOuter, thetas_on_device
 from isles.core.schedule import Due
-from isles.core.state import Sent
+from isles.core.state import OuterState, Sent
 from isles.core.stats import phase
+from isles.wire import device_kernels
+from isles.wire.codec import Codec
+from isles.wire.reduction import Gathered
 from isles.wire.world import Mean
 
+Delta = Tensor | Gathered | None
+"""The mean of a round, or the payloads that it is to be made of, where the fragment is."""
+Shares = list[tuple[Sent, float]]
+"""Own contributions that eager updates add to it, each with its share."""
 OUTER = ("anchor", "velocity")
 """What an outer step changes."""
 
@@ -60,15 +67,28 @@ class OuterSteps:
         """
         if not mean.weights:
             return
-        side, values = self._sides[due.fragment], mean.values
+        side = self._sides[due.fragment]
         if sent.steps_aside:
             state, settings = self._offload.at_home(due.fragment), self._method.outer_at(due.round)
-            sent.stepped = self._sgd.update_aside(state.anchor, values, state.velocity, *settings)
-            values = sent.stepped[0]
+            sent.stepped = self._sgd.update_aside(state.anchor, mean.values, state.velocity, *settings)
         if side.asynchronous:
-            sent.upload = Upload(side, values)
+            sent.upload = Upload(side, self._pinned(mean) if sent.stepped is None else sent.stepped[0])
             if sent.is_next:
                 sent.upload.start()
+
+    def gathers(self, index: int, sent: Sent, codec: Codec) -> bool:
+        """Whether a device averages the payloads of a round: it has kernels for that, and takes the outer step."""
+        at_home = sent.steps_aside or (self._torch_outer is not None and self._offload.in_use)
+        side = self._sides[index]
+        return side.asynchronous and not at_home and device_kernels.decodes(codec, side.device)
+
+    def _pinned(self, mean: Mean) -> Tensor:
+        """What of a mean is copied to the device: payloads as rows of one table, which takes their place; or values."""
+        if isinstance(mean.result, Tensor):
+            return mean.result
+        table = pinned_rows(mean.result.bodies)
+        mean.result = mean.result._replace(bodies=list(table))
+        return table
 
     def step(
         self, due: Due, sent: Sent | None, mean: Mean | None, fresh: Sent | None = None, alpha: float | None = None
@@ -87,42 +107,57 @@ class OuterSteps:
         dense = mean is not None and 0 < due.round <= method.dense_rounds
         late = 0 if dense or method.update == "fresh" else method.delay_rounds
         delta = self._mean_here(due.fragment, sent, mean) if mean is not None and mean.weights else None
+        eager = method.update == "eager" and not closing and not dense
+        own = [(each, sign * each.share) for each, sign in ((fresh, 1.0), (sent, -1.0)) if eager and each is not None]
+        if delta is None and not own:
+            return False
         with phase("isles.outer_step"):
-            if method.update == "eager" and not closing and not dense:
-                delta = self._refreshed(due.fragment, delta, fresh, sent)
-            if delta is None:
-                return False
             averaged = dense or (closing and state.outer_steps <= method.dense_rounds)
             if not closing:
                 state.outer_steps = due.round + late
+            if alpha is not None and not averaged and self._step_and_mix(due.fragment, state, delta, own, alpha):
+                return True
+            values = self._added_up(due.fragment, delta, own)
             if averaged:
-                state.anchor.sub_(delta)
+                state.anchor.sub_(values)
             elif self._torch_outer is not None:
-                self._offload.step_at_home(due.fragment, self._torch_outer.update, delta)
+                self._offload.step_at_home(due.fragment, self._torch_outer.update, values)
             else:
-                step = (state.anchor, delta, state.velocity, *method.outer_at(state.outer_steps))
-                if alpha is not None and self._sgd.update_and_mix(*step, self._fragments[due.fragment], alpha):
-                    return True
-                self._sgd.update(*step)
+                self._sgd.update(state.anchor, values, state.velocity, *method.outer_at(state.outer_steps))
         return False
 
-    def _mean_here(self, index: int, sent: Sent | None, mean: Mean) -> Tensor:
-        """The mean of a round, on the device of its fragment."""
-        upload = None if sent is None or sent.stepped is not None else sent.upload
-        return (upload or Upload(self._sides[index], mean.values)).result()
+    def _step_and_mix(self, index: int, state: OuterState, delta: Delta, own: Shares, alpha: float) -> bool:
+        """Both in one pass over the memory of a device, straight from payloads where these are there. Returns whether
+        it was done: the device must have kernels for that.
+        """
+        thetas = None if self._torch_outer else thetas_on_device(self._fragments[index], state.anchor)
+        if thetas is None:
+            return False
+        if not isinstance(delta, Gathered):
+            delta, own = self._added_up(index, delta, own), []
+        more = [(self._own_payload(index, sent), share) for sent, share in own]
+        settings = self._method.outer_at(state.outer_steps)
+        self._sgd.update_and_mix(state.anchor, delta, state.velocity, *settings, thetas, alpha, more)
+        return True
 
-    def _refreshed(self, index: int, mean: Tensor | None, fresh: Sent | None, stale: Sent | None) -> Tensor | None:
-        """mean + share * fresh - share * stale, where there are such."""
-        for own, sign in ((fresh, 1.0), (stale, -1.0)):
-            if own is None:
-                continue
-            share, codec = sign * own.share, own.payload.codec
+    def _mean_here(self, index: int, sent: Sent | None, mean: Mean) -> Tensor | Gathered:
+        """The mean of a round, or its payloads, on the device of its fragment."""
+        upload = None if sent is None or sent.stepped is not None else sent.upload
+        here = (upload or Upload(self._sides[index], self._pinned(mean))).result()
+        return here if isinstance(mean.result, Tensor) else mean.result._replace(bodies=list(here))
+
+    def _added_up(self, index: int, delta: Delta, own: Shares) -> Tensor:
+        """One vector: the mean, and these shares of own contributions. Where there is no mean, the first one begins."""
+        mean = mean_of(delta) if isinstance(delta, Gathered) else delta
+        for sent, share in own:
+            codec = sent.payload.codec
             if mean is None:
-                mean = self.own(index, own).mul_(share)
+                mean = self.own(index, sent).mul_(share)
             elif self._sides[index].asynchronous:
-                add_decoded(codec, self._own_payload(index, own), mean, share)
+                add_decoded(codec, self._own_payload(index, sent), mean, share)
             else:
-                codec.accumulate(own.payload.body, mean, share)
+                codec.accumulate(sent.payload.body, mean, share)
+        assert mean is not None
         return mean
 
     def own(self, index: int, sent: Sent) -> Tensor:

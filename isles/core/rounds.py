@@ -46,6 +46,7 @@ from isles.core.replica import Replica
 from isles.core.schedule import Due
 from isles.core.state import OuterState, Sent, feedback_vectors, save_outer_state
 from isles.core.stats import Event, Kind, Stats, phase
+from isles.core.warm_up import warm_up
 from isles.wire.codecs import codecs
 from isles.wire.world import ElasticWorld, Handle, Mean, Missed, Payload, Snapshot, World, is_elastic
 
@@ -82,6 +83,7 @@ class Rounds:
         where = (method, self.fragments, self.offload, self._sides)
         self._steps = OuterSteps(*where, sgd, self.torch_outer)
         self._following = Following(*where, self._steps, self.torch_outer)
+        self.warm_up = functools.partial(warm_up, method, self.codec, *where[1:], None if make_outer else sgd)
         self.looks_ahead = self.offload.in_use or any(side.asynchronous for side in self._sides)
         """Whether something is to be copied to the device one step before it is needed."""
         self.total_weight = weight
@@ -141,7 +143,8 @@ class Rounds:
         index, on_device = due.fragment, self._sides[due.fragment].asynchronous
         then = functools.partial(self._steps.arrive, due, sent) if sent.steps_aside or on_device else None
         where = (index, due.round, self.codec, self.fragments[index].numel)
-        sent.payload = Payload(*where, weight, body, self.step, sent.steps, sent.closing, then=then)
+        gathers = self._steps.gathers(index, sent, self.codec)
+        sent.payload = Payload(*where, weight, body, self.step, sent.steps, sent.closing, then=then, gathers=gathers)
         if sent.steps_aside:
             self.offload.write(index)  # another thread reads it where it is kept
         sent.handle = self._world.start(sent.payload)
