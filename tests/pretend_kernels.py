@@ -30,11 +30,12 @@ launched: set[Any] = set()
 compiled: set[Any] = set()
 
 
-def install() -> torch.device:
+def install(interpreted: bool = True) -> torch.device:
     """The pretend device with kernels."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "._C" not in name]:
-        del sys.modules[name]  # PyTorch has imported it, to be compiled: it is imported again, to be interpreted
+    if interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"
+        for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "._C" not in name]:
+            del sys.modules[name]  # PyTorch has imported it, to be compiled: it is imported again, to be interpreted
     PretendTensor.data_ptr = lambda self: self.data_inside.data_ptr()  # type: ignore[method-assign]
     device_kernels._works = lambda device: device.type == "pretend"
     device_kernels.fits = lambda thetas, anchor: all(each.is_contiguous() for each in thetas)

@@ -7,6 +7,7 @@ to the device where payloads are shorter.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 
@@ -24,6 +25,9 @@ if importlib.util.find_spec("triton") is None:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason, allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
 
 
 def with_kernels(rank, function, *arguments):
@@ -159,6 +163,83 @@ def held(rank, name):
 
 def test_a_round_in_flight_holds_one_payload_an_island(tmp_path):
     assert processes.values(held, 2, tmp_path, "streaming") == [(1.0, [])] * 2
+
+
+# ---- before the loop
+
+
+class Driver:
+    """Of a GPU that is not there: Triton compiles for it, and a launch does nothing."""
+
+    loaded, launched = 0, 0
+    utils = property(lambda self: self)
+    get_current_device = get_current_stream = unload_module = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", 80, 32)
+    get_device_properties = lambda self, device: {"max_shared_mem": 1 << 16}
+
+    def load_binary(self, *_):
+        self.loaded += 1
+        return 1, 1, 0, 0, 1024
+
+    def launcher_cls(self, *_):
+        return lambda *_: setattr(self, "launched", self.launched + 1)
+
+
+def on_a_gpu_that_is_not_there(rank, name, folder):
+    """How many kernels are compiled, and loaded, when DiLoCo is made; and then, by the calls of its rounds."""
+    os.environ["TRITON_CACHE_DIR"] = folder
+    launch = device_kernels._launch
+    device = pretend_kernels.install(interpreted=False)
+    device_kernels._launch = launch
+    pretend.Module.device = staticmethod(contextlib.nullcontext)
+    compiled, gpu = [], Driver()
+    triton.runtime.driver.set_active(gpu)
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+    model, method = pretend.on_device(test_device.stack()), METHODS[name]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = isles.DiLoCo(model, optimizer, method, world=isles.LocalWorld.alone())
+    before = len(compiled), gpu.loaded
+    codec, how = diloco._rounds.codec, (0.4, 0.9, True, method.mixing)
+    for fragment, state in zip(diloco.fragments, diloco._rounds.offload.states, strict=True):
+        anchor, thetas, numel = state.anchor, fragment.tensors_in_place(), fragment.numel
+        finite = torch.ones(1, dtype=torch.int32, device=device)
+        bodies = [torch.empty(codec.num_bytes(numel), dtype=torch.uint8, device=device) for _ in range(3)]
+        device_kernels.encode_difference(codec, anchor, thetas, bodies[0], finite)
+        for weights in ([1.0, 1.0, 0.5], [1.0, 0.0, 0.0]):
+            gathered = Gathered(bodies, weights, codec, numel)
+            device_kernels.weighted_mean(gathered, torch.empty(numel, device=device))
+            device_kernels.outer_step_and_mix(anchor, gathered, state.velocity, thetas, *how, [(bodies[0], 0.5)])
+        device_kernels.outer_step_and_mix(anchor, torch.empty(numel, device=device), state.velocity, thetas, *how)
+        device_kernels.accumulate(codec, bodies[0], anchor, 0.5, fresh=True)
+    assert gpu.launched == 11 * len(diloco.fragments)
+    diloco.close()
+    return before, (len(compiled), gpu.loaded)
+
+
+def test_nothing_is_compiled_or_loaded_after_diloco_is_made(tmp_path):
+    arguments = ("streaming", str(tmp_path / "cache"))
+    ((before, after),) = processes.values(on_a_gpu_that_is_not_there, 1, tmp_path, *arguments)
+    assert before == after
+    assert before[0] == before[1] >= 6
+
+
+def without_a_compiler(rank):
+    """Kernels pass the first trial, and then one does not compile."""
+    pretend_kernels.install()
+    launch = device_kernels._launch
+
+    def broken(name, *arguments, **options):
+        if device_kernels._mode.compiles and name == "outer_step_and_mix":
+            raise OSError("no assembler today")
+        launch(name, *arguments, **options)
+
+    device_kernels._launch = broken
+    wrong = both(rank, "streaming", torch.float32, {})
+    return wrong, pretend_kernels.launched, device_kernels.available(torch.device("pretend", 0))
+
+
+def test_kernels_that_do_not_compile_are_done_without(tmp_path):
+    assert processes.values(without_a_compiler, 2, tmp_path) == [([], set(), False)] * 2
 
 
 # ---- order
