@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -48,6 +48,7 @@ class Memory:
 
     stream: int
     num_bytes: int
+    address: int
     write: tuple[int, int] = NEVER
     reads: Clock = field(default_factory=dict)
     is_watched: bool = False
@@ -70,6 +71,8 @@ class Machine:
         """Copies under way: when, where, what."""
         self.from_host: list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]] = []
         self.live_bytes = self.peak_bytes = 0
+        self.sizes_from_host: list[int] = []
+        """Bytes of every copy to the device."""
         self.watching, self.largest_temporary = False, 0
         """While it watches: the largest memory that was made and not copied from the host."""
         self.loop: int | None = None
@@ -78,7 +81,7 @@ class Machine:
         self.host_waits = 0
         """Of other threads, for events."""
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> NoReturn:
         self.violations.append(what)
         raise Violation(what)
 
@@ -88,12 +91,20 @@ class Machine:
         storage = data.untyped_storage()
         key = storage._cdata
         if key not in self.memory:
-            made = Memory(current_stream().stream_id, storage.nbytes(), is_watched=self.watching)
+            place = storage.nbytes(), storage.data_ptr()
+            made = Memory(current_stream().stream_id, *place, is_watched=self.watching)
             self.memory[key] = made
             self.live_bytes += made.num_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             weakref.finalize(storage, self._free, key)
         return self.memory[key]
+
+    def memory_at(self, address: int) -> Memory:
+        """For a kernel that is given addresses."""
+        for memory in self.memory.values():
+            if memory.address <= address < memory.address + memory.num_bytes:
+                return memory
+        return self.refuse(f"a kernel on stream {current_stream().stream_id} uses memory that is not there any more")
 
     def _free(self, key: int) -> None:
         with self.lock:
@@ -108,10 +119,13 @@ class Machine:
 
     def run(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> tuple[int, int]:
         """One operation of the current stream."""
+        return self.run_on(name, [self.memory_of(each) for each in reads], [self.memory_of(each) for each in writes])
+
+    def run_on(self, name: str, read: list[Memory], written: list[Memory]) -> tuple[int, int]:
+        """The same, for who knows the memory."""
         stream = current_stream()
         number, clock = stream.stream_id, stream.clock
         join(clock, known_here())  # it is launched after whatever this thread has waited for
-        read, written = [self.memory_of(each) for each in reads], [self.memory_of(each) for each in writes]
         if any(memory.write == NEVER for memory in read):
             self.refuse(f"{name} on stream {number} reads what nobody has written")
         for memory in (*read, *written):
@@ -127,7 +141,9 @@ class Machine:
         for memory in read:
             memory.reads[number] = stamp[1]
         for memory in written:
-            if memory.write == NEVER and memory.is_watched and name != FROM_HOST:
+            if name == FROM_HOST:
+                self.sizes_from_host.append(memory.num_bytes)
+            elif memory.write == NEVER and memory.is_watched:
                 self.largest_temporary = max(self.largest_temporary, memory.num_bytes)
             memory.write, memory.reads = stamp, {}
         self.launches += 1

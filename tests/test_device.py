@@ -144,11 +144,11 @@ def test_a_checkpoint_on_a_device_goes_on_as_if_there_were_none(name, outer_devi
         assert wrong == []
 
 
-def in_a_store(rank, folder, name, outer_device):
+def in_a_store(rank, folder, name, outer_device, robust=False):
     pretend.install()
     results = []
     for on_device in (False, True):
-        world = isles.StoreWorld(f"{folder}/{on_device}", quorum=2, patience=math.inf)
+        world = isles.StoreWorld(f"{folder}/{on_device}", quorum=2, patience=math.inf, robust=robust)
         results.append(train(rank, world, METHODS[name], on_device, 40, outer_device=outer_device))
     host, device = results
     same = all(torch.equal(one, two) for one, two in zip(host[:3], device[:3], strict=True))

@@ -31,7 +31,7 @@ TYPES = {
     **dict.fromkeys(("anchor", "mean", "velocity", "into"), "*fp32"),
     **dict.fromkeys(("thetas", "ranges", "bodies"), "*i64"),
     **dict.fromkeys(("divisor", "lr", "momentum", "kept", "taken"), "fp32"),
-    **{"payload": "*u8", "finite": "*i32", "numel": "i32", "count": "i32", "column": "i32"},
+    **{"payload": "*u8", "finite": "*i32", "numel": "i32", "count": "i32", "column": "i32", "more": "i32"},
 }
 MEAN = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": 16}
 
@@ -89,8 +89,8 @@ def test_codecs_compile(name, target, compiled):
     code, size = compiled("encode_difference", target, LARGEST_SCALE=scale, **rows)
     assert size > 1000
     assert rounds_as_written(code, target)
-    for start, divide in (("zero", True), ("into", False)):
-        code, size = compiled("merge", target, START=start, DIVIDE=divide, STORE=divide, **rows)
+    for start, store in (("zero", True), ("zero", False), ("into", True)):
+        code, size = compiled("merge", target, START=start, STORE=store, **rows)
         assert size > 1000
         assert rounds_as_written(code, target)
     code, size = compiled("outer_step_and_mix", target, MOMENTUM="nesterov", MIXING="some", **rows)
@@ -142,6 +142,7 @@ def test_a_device_that_triton_cannot_use_is_told_and_left_to_pytorch(caplog):
         assert not device_kernels.available(torch.device("cuda:0"))
         assert not device_kernels.available(torch.device("cuda:0"))
     device_kernels._works.cache_clear()
+    device_kernels._given_up.clear()
     assert [record.message for record in caplog.records if "do not run on cuda:0" in record.message] == [
         caplog.records[0].message
     ]

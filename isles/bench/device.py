@@ -20,6 +20,7 @@ import torch
 from isles.bench.clock import fastest
 from isles.wire import device_kernels
 from isles.wire.codecs import codecs
+from isles.wire.reduction import Gathered
 
 TENSORS = 24
 LIMIT_SECONDS = 20.0
@@ -67,18 +68,17 @@ def _kernels(name: str, values: int, device: torch.device) -> dict[str, tuple[Ca
     anchor, velocity, mean = (torch.randn(values, device=device) for _ in range(3))
     thetas = list(torch.randn(values, device=device).split(-(-values // TENSORS)))
     bodies = [torch.zeros(codec.num_bytes(values), dtype=torch.uint8, device=device) for _ in range(2)]
-    finite, weights, how = torch.empty(1, dtype=torch.int32, device=device), [1.0, 1.0], (0.0, 0.9, True, 0.5)
-    payload = codec.num_bytes(values) / values
-    step = (anchor, velocity, thetas, *how)
+    finite, how = torch.empty(1, dtype=torch.int32, device=device), (0.0, 0.9, True, 0.5)
+    payload, gathered = codec.num_bytes(values) / values, Gathered(bodies, [1.0, 1.0], codec, values)
     return {
         "encode": (lambda: device_kernels.encode_difference(codec, anchor, thetas, bodies[0], finite), 8 + payload),
-        "mean": (lambda: device_kernels.weighted_mean(codec, bodies, weights, mean), 2 * payload + 4),
+        "mean": (lambda: device_kernels.weighted_mean(gathered, mean), 2 * payload + 4),
         "step": (
             lambda: device_kernels.outer_step_and_mix(anchor, mean, velocity, thetas, *how),
             4 + STEP_BYTES,
         ),
         "step, payloads": (
-            lambda: device_kernels.merged_outer_step_and_mix(codec, bodies, weights, *step),
+            lambda: device_kernels.outer_step_and_mix(anchor, gathered, velocity, thetas, *how),
             4 * payload + STEP_BYTES,
         ),
     }

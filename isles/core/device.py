@@ -118,7 +118,7 @@ class Upload:
         self._side, self._lock = side, threading.Lock()
         self._host: Tensor | None = values
         if side.asynchronous and not is_pinned(values):
-            self._host = pinned(values.numel(), values.dtype).copy_(values)
+            self._host = pinned(values.numel(), values.dtype).view(values.shape).copy_(values)
         self._here: Tensor | None = values
         self._arrives: Event | None = None if side.asynchronous else HAPPENED
 
@@ -162,6 +162,12 @@ def pieces(numel: int, block: int = 1) -> Iterator[slice]:
 def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     """Host memory that an accelerator copies from and to by itself."""
     return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+
+def pinned_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Vectors of the same length as rows of one table in such memory."""
+    table = pinned(len(rows) * rows[0].numel(), rows[0].dtype).view(len(rows), -1)
+    return torch.stack(list(rows), out=table)
 
 
 def is_pinned(tensor: Tensor) -> bool:

@@ -38,7 +38,6 @@ from isles.core.schedule import Schedule
 from isles.core.sharded import load_sharded, read_notes, save_sharded
 from isles.core.state import VERSION, check_saved, load_state, save_state
 from isles.core.stats import Event, Stats
-from isles.wire.fused import OUTER, warm_up
 from isles.wire.groups import check_apart
 from isles.wire.world import LostPeerError, MismatchError, World, default_world, is_elastic
 
@@ -112,7 +111,7 @@ class DiLoCo:
         if sync_initial and not is_elastic(self.world):
             for state, fragment in zip(rounds.offload.states, self.fragments, strict=True):
                 state.anchor.copy_(fragment.read())
-        warm_up({rounds.codec.kernels, OUTER})
+        rounds.warm_up()
         self._resumed = self._finished = self._showing_global = self._paused = self._closed = False
         self._interrupted_by = ""
         self._hook = optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))

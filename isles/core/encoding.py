@@ -27,6 +27,7 @@ from isles.core.state import OuterState
 from isles.core.stats import phase
 from isles.wire import device_kernels
 from isles.wire.codec import Codec
+from isles.wire.reduction import Gathered
 
 
 @dataclass
@@ -136,6 +137,13 @@ def add_decoded(codec: Codec, payload: Tensor, into: Tensor, weight: float) -> N
         values = codec.unpack(payload[encoded_place(place, codec)].view(-1, codec.block_bytes)).reshape(-1)
         values = values[: place.stop - place.start]
         into[place].add_(values if weight == 1 else values * weight)
+
+
+def mean_of(gathered: Gathered) -> Tensor:
+    """The mean of payloads that are on an accelerator with kernels for them."""
+    values = torch.empty(gathered.numel, device=gathered.bodies[0].device)
+    device_kernels.weighted_mean(gathered, values)
+    return values
 
 
 def decoded(codec: Codec, payload: Tensor, numel: int) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor
 from isles.core.replica import Replica
 from isles.core.stats import Stats
 from isles.wire.codecs import codecs
-from isles.wire.message import bytes_of, checksum, tensor_of
+from isles.wire.message import Note, bytes_of, checksum, tensor_of
 from isles.wire.packing import is_finite
-from isles.wire.world import MismatchError, Note, Payload, World
+from isles.wire.world import MismatchError, Payload, World
 
 CHUNK_BYTES = 1 << 22
 """So much of a tensor is copied at once."""

@@ -29,6 +29,7 @@ from isles.core.method import Method
 from isles.wire import device_kernels, fused
 from isles.wire.codec import Codec
 from isles.wire.packing import empty, is_finite, memory_of_all
+from isles.wire.reduction import Gathered
 
 Position = tuple[Tensor, Tensor | None]
 """An anchor and its velocity, if there is momentum."""
@@ -81,21 +82,18 @@ class OuterSGD:
     def update_and_mix(
         self,
         anchor: Tensor,
-        mean: Tensor,
+        mean: Tensor | Gathered,
         velocity: Tensor | None,
         lr: float,
         momentum: float,
-        fragment: Fragment,
+        thetas: Sequence[Tensor],
         alpha: float,
-    ) -> bool:
-        """The outer step and `mix` in one pass over the memory of a device that has a kernel for it; returns whether it
-        was done.
+        more: Sequence[tuple[Tensor, float]] = (),
+    ) -> None:
+        """The outer step and `mix` in one pass over the memory of a device, with a mean or from the payloads of which
+        it is to be made. `thetas_on_device` says where that can be done.
         """
-        thetas = None if anchor.is_cpu else fragment.tensors_in_place()
-        if thetas is None or not device_kernels.available(anchor) or not device_kernels.fits(thetas, anchor):
-            return False
-        device_kernels.outer_step_and_mix(anchor, mean, velocity, thetas, lr, momentum, self.nesterov, alpha)
-        return True
+        device_kernels.outer_step_and_mix(anchor, mean, velocity, thetas, lr, momentum, self.nesterov, alpha, more)
 
     def update_aside(
         self, anchor: Tensor, mean: Tensor, velocity: Tensor | None, lr: float, momentum: float
@@ -182,6 +180,14 @@ def encoded_outer_gradient(anchor: Tensor, fragment: Fragment, codec: Codec) -> 
     """Its payload in one pass over memory, and whether it is finite; None where `isles.wire.fused` cannot do that."""
     tensors = fragment.tensors_in_place()
     return None if tensors is None else fused.encode_difference(codec, anchor, tensors)
+
+
+def thetas_on_device(fragment: Fragment, anchor: Tensor) -> list[Tensor] | None:
+    """The tensors of a fragment, if kernels of their device can work on them in place."""
+    thetas = None if anchor.is_cpu else fragment.tensors_in_place()
+    if thetas is None or not device_kernels.available(anchor) or not device_kernels.fits(thetas, anchor):
+        return None
+    return thetas
 
 
 def mix(fragment: Fragment, anchor: Tensor, alpha: float) -> None:

@@ -18,9 +18,8 @@ bit for bit; with eager updates every island has its own, and they agree once up
 *as the others see them*, encoded and decoded, so that what an island adds early is exactly what it later takes back.
 Outer arithmetic is fp32 on flat vectors, whatever the model's precision. Inner optimizer state stays local.
 
-An island that the others left out of a round, or that has missed rounds, follows the global model:
-theta + (anchor_new - anchor_old), so that what it has learned goes into its next outer gradient. What delayed updates
-have taken out of theta when it was sent is put back.
+`isles.core.outer_steps` takes the outer step. An island that the others left out of a round, or that has missed rounds,
+follows the global model: `isles.core.following`.
 """
 
 from __future__ import annotations
@@ -34,22 +33,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.core.device import Upload, pinned, sides_of
-from isles.core.encoding import Encoder, add_decoded, decoded
+from isles.core.device import sides_of
+from isles.core.encoding import Encoder
+from isles.core.following import Following
 from isles.core.fragments import Fragment
 from isles.core.method import Method
 from isles.core.offload import Offload
-from isles.core.outer import MakeOptimizer, OuterSGD, TorchOuter, mix, move_along
+from isles.core.outer import MakeOptimizer, OuterSGD, TorchOuter, mix
+from isles.core.outer_steps import OuterSteps
 from isles.core.recovery import Recovery, say
 from isles.core.replica import Replica
 from isles.core.schedule import Due
-from isles.core.state import OuterState, Sent, load_outer_state, outer_memory, save_outer_state
+from isles.core.state import OuterState, Sent, feedback_vectors, save_outer_state
 from isles.core.stats import Event, Kind, Stats, phase
+from isles.core.warm_up import warm_up
 from isles.wire.codecs import codecs
 from isles.wire.world import ElasticWorld, Handle, Mean, Missed, Payload, Snapshot, World, is_elastic
 
-OUTER = ("anchor", "velocity")
-"""What an outer step changes."""
 CLOSING = 0
 """The number of the round with which `close` ends. Rounds of the schedule have numbers from 1."""
 
@@ -73,32 +73,28 @@ class Rounds:
         self._elastic = world if is_elastic(world) else None
         codec = dataclasses.replace(codecs[method.codec], stochastic=method.rounding == "stochastic")
         self.codec = codec.contracting() if method.error_feedback else codec
-        self._sgd = OuterSGD.of(method)
-        states = [self._new_state(fragment, make_outer is None) for fragment in self.fragments]
+        sgd = OuterSGD.of(method)
+        states = [self._new_state(fragment, None if make_outer else sgd) for fragment in self.fragments]
         self._sides = sides_of([state.anchor.device for state in states])
         self.offload = Offload(states, outer_device, self._sides)
         self._encoder = Encoder(self.codec, keep=method.update == "eager")
         self._recovery = Recovery(replica, self.offload, self._sides)
         self.torch_outer = TorchOuter(make_outer, [state.anchor for state in states]) if make_outer else None
-        on_host = all(state.anchor.is_cpu for state in states)
-        self._steps_in_background = on_host and method.update == "fresh" and method.overlap > 0 and make_outer is None
+        where = (method, self.fragments, self.offload, self._sides)
+        self._steps = OuterSteps(*where, sgd, self.torch_outer)
+        self._following = Following(*where, self._steps, self.torch_outer)
+        self.warm_up = functools.partial(warm_up, method, self.codec, *where[1:], None if make_outer else sgd)
         self.looks_ahead = self.offload.in_use or any(side.asynchronous for side in self._sides)
         """Whether something is to be copied to the device one step before it is needed."""
-        if self.looks_ahead and any(side.asynchronous for side in self._sides):
-            self._sgd.room = lambda numel, device: pinned(numel, torch.float32)
         self.total_weight = weight
         """Of those who took part in the last round."""
         self.step = 0
         """How many the island has taken, for messages and events."""
-        self._uncounted = [0] * len(states)
-        """Steps that were sent in a round without this island, by fragment: they are in its next outer gradient."""
-        self._closing, self._excluded = False, list[tuple[int, Sent]]()
-        """At the end, where islands come and go: what was sent and not counted."""
 
-    def _new_state(self, fragment: Fragment, has_velocity: bool) -> OuterState:
+    def _new_state(self, fragment: Fragment, sgd: OuterSGD | None) -> OuterState:
         anchor = fragment.read()
         residual = torch.zeros_like(anchor) if self._method.error_feedback else None
-        return OuterState(anchor, self._sgd.init(anchor) if has_velocity else None, residual)
+        return OuterState(anchor, sgd.init(anchor) if sgd else None, residual)
 
     def anchors(self) -> list[Tensor]:
         return [state.anchor for state in self.offload.settle()]
@@ -111,7 +107,8 @@ class Rounds:
             return
         begin = time.perf_counter()
         self._replica.check_trainable(self.step, self._method.sync_every)
-        fragment, side, feedback = self.fragments[due.fragment], self._sides[due.fragment], self._feedback
+        fragment, side = self.fragments[due.fragment], self._sides[due.fragment]
+        feedback = feedback_vectors(self._method)
         state = self.offload.take(due.fragment, feedback, changing=feedback, aside=True)
         sent, late = Sent(closing=closing), self._recovery.is_late(due.fragment)
         if self._elastic and state.residual is not None and not state.was_reset:
@@ -135,44 +132,27 @@ class Rounds:
         ordinary = not closing and due.round > self._method.dense_rounds
         sent.share = weight / self.total_weight if self._method.update == "eager" and ordinary else 0.0
         sent.here, sent.ready = encoding.here, encoding.ready
-        sent.steps_aside = self._steps_in_background and ordinary
+        sent.steps_aside = self._steps.in_background and ordinary
         body = self._recovery.watch(due, sent, encoding) if late else encoding.body
         self._start(due, sent, weight, None if sits_out else body)
-        state.rounds[due.round], state.sent_step, self._uncounted[due.fragment] = sent, self.step, 0
+        state.rounds[due.round], state.sent_step, self._following.uncounted[due.fragment] = sent, self.step, 0
         self._count_send(due, sent, time.perf_counter() - begin)
 
     def _start(self, due: Due, sent: Sent, weight: float, body: Tensor | Callable[[], Tensor | None] | None) -> None:
         """Hands a payload to the world."""
         index, on_device = due.fragment, self._sides[due.fragment].asynchronous
-        then = functools.partial(self._arrive, due, sent) if sent.steps_aside or on_device else None
+        then = functools.partial(self._steps.arrive, due, sent) if sent.steps_aside or on_device else None
         where = (index, due.round, self.codec, self.fragments[index].numel)
-        sent.payload = Payload(*where, weight, body, self.step, sent.steps, sent.closing, then=then)
+        gathers = self._steps.gathers(index, sent, self.codec)
+        sent.payload = Payload(*where, weight, body, self.step, sent.steps, sent.closing, then=then, gathers=gathers)
         if sent.steps_aside:
             self.offload.write(index)  # another thread reads it where it is kept
         sent.handle = self._world.start(sent.payload)
 
-    @property
-    def _feedback(self) -> tuple[str, ...]:
-        """What error feedback keeps."""
-        return ("residual",) if self._method.error_feedback else ()
-
     def _in_flight(self, index: int, closing: bool) -> Tensor | None:
         """In a closing round a fragment whose last round is still in flight leaves out what that one contains."""
         rounds = list(self.offload.peek(index).rounds.values())
-        return -self._own(index, rounds[0]) if rounds and closing and self._method.update == "fresh" else None
-
-    def _own(self, index: int, sent: Sent) -> Tensor:
-        """An outer gradient of this island, as the others got it, where the fragment is."""
-        if not self._sides[index].asynchronous:
-            return sent.decoded(self.offload.states[index].anchor.device)
-        return decoded(sent.payload.codec, self._own_payload(index, sent), sent.payload.numel)
-
-    def _own_payload(self, index: int, sent: Sent) -> Tensor:
-        """The payload of an outer gradient of this island, on the device of the fragment."""
-        if sent.here is None:
-            return Upload(self._sides[index], sent.payload.body).result()
-        self._sides[index].hold(sent.ready, sent.here)
-        return sent.here
+        return -self._steps.own(index, rounds[0]) if rounds and closing and self._method.update == "fresh" else None
 
     def _sit_out(self, due: Due) -> None:
         """A round in which this island has weight zero."""
@@ -192,13 +172,13 @@ class Rounds:
         """Ends a step: outer state is written back, and what the next step needs is on its way to the device."""
         self.offload.write_back()
         for due in sends:
-            self.offload.prefetch(due.fragment, self._feedback)
+            self.offload.prefetch(due.fragment, feedback_vectors(self._method))
         for due in applies:
             sent = self.offload.peek(due.fragment).rounds.get(due.round)
             if sent is None or not (sent.steps_aside and hasattr(sent.handle, "arrived")):
                 self.offload.prefetch(due.fragment)
             if sent is not None:
-                sent.is_next = True  # before the look at `upload`: `_arrive` does it the other way round
+                sent.is_next = True  # before the look at `upload`: `OuterSteps.arrive` does it the other way round
                 if sent.upload is not None:
                     sent.upload.start()
 
@@ -222,7 +202,7 @@ class Rounds:
             self._catch_up(due, mean, sent)
             return
         alpha = 0.0 if dense else method.mixing
-        if not self._outer_step(due, sent, mean, fresh, alpha):
+        if not self._steps.step(due, sent, mean, fresh, alpha):
             with phase("isles.mix"):
                 mix(self.fragments[due.fragment], self.offload.take(due.fragment, ()).anchor, alpha)
         if fresh is not None and self.offload.in_use:
@@ -247,89 +227,15 @@ class Rounds:
             self.apply_missed(missed)
         return mean
 
-    def _outer_step(
-        self, due: Due, sent: Sent | None, mean: Mean | None, fresh: Sent | None = None, alpha: float | None = None
-    ) -> bool:
-        """anchor = OuterOpt(anchor, Delta), where Delta is the mean of the round that is due.
-
-        With eager updates, Delta = mean + share * own fresh contribution - share * own contribution in the mean. Given
-        alpha, theta may be mixed in the same pass over memory: returns whether it was.
-        """
-        if sent is not None and sent.stepped is not None and not (mean and mean.missed):
-            self._sgd.give_back(*self.offload.replace(due.fragment, sent.stepped, sent.upload))
-            self.offload.peek(due.fragment).outer_steps = due.round
-            return False
-        state = self.offload.take(due.fragment, OUTER, changing=OUTER)
-        method, closing = self._method, mean is not None and mean.closing
-        dense = mean is not None and 0 < due.round <= method.dense_rounds
-        late = 0 if dense or method.update == "fresh" else method.delay_rounds
-        delta = self._mean_here(due.fragment, sent, mean) if mean is not None and mean.weights else None
-        with phase("isles.outer_step"):
-            if method.update == "eager" and not closing and not dense:
-                delta = self._refreshed(due.fragment, delta, fresh, sent)
-            if delta is None:
-                return False
-            averaged = dense or (closing and state.outer_steps <= method.dense_rounds)
-            if not closing:
-                state.outer_steps = due.round + late
-            if averaged:
-                state.anchor.sub_(delta)
-            elif self.torch_outer is not None:
-                self.offload.step_at_home(due.fragment, self.torch_outer.update, delta)
-            else:
-                step = (state.anchor, delta, state.velocity, *method.outer_at(state.outer_steps))
-                if alpha is not None and self._sgd.update_and_mix(*step, self.fragments[due.fragment], alpha):
-                    return True
-                self._sgd.update(*step)
-        return False
-
-    def _mean_here(self, index: int, sent: Sent | None, mean: Mean) -> Tensor:
-        """The mean of a round, on the device of its fragment."""
-        upload = None if sent is None or sent.stepped is not None else sent.upload
-        return (upload or Upload(self._sides[index], mean.values)).result()
-
-    def _refreshed(self, index: int, mean: Tensor | None, fresh: Sent | None, stale: Sent | None) -> Tensor | None:
-        """mean + share * fresh - share * stale, where there are such."""
-        for own, sign in ((fresh, 1.0), (stale, -1.0)):
-            if own is None:
-                continue
-            share, codec = sign * own.share, own.payload.codec
-            if mean is None:
-                mean = self._own(index, own).mul_(share)
-            elif self._sides[index].asynchronous:
-                add_decoded(codec, self._own_payload(index, own), mean, share)
-            else:
-                codec.accumulate(own.payload.body, mean, share)
-        return mean
-
-    def _arrive(self, due: Due, sent: Sent, mean: Mean) -> None:
-        """In the background, as soon as a mean has arrived: takes the outer step, or gets the mean ready for a device.
-
-        The step takes effect when it is due. Nothing reads an anchor between the step at which its fragment is sent and
-        the one at which the result is applied, but for whoever looks at the global model, and that must not change
-        before its time: so it goes to other memory.
-        """
-        if not mean.weights:
-            return
-        side, values = self._sides[due.fragment], mean.values
-        if sent.steps_aside:
-            state, settings = self.offload.at_home(due.fragment), self._method.outer_at(due.round)
-            sent.stepped = self._sgd.update_aside(state.anchor, values, state.velocity, *settings)
-            values = sent.stepped[0]
-        if side.asynchronous:
-            sent.upload = Upload(side, values)
-            if sent.is_next:
-                sent.upload.start()
-
     # ---- rounds without this island
 
     def _catch_up(self, due: Due, mean: Mean, sent: Sent | None = None) -> None:
         """A round that this island sent nothing to, or that the others completed without what it had sent."""
-        self._follow(due, mean)
+        self._following.follow(due, mean, self.step)
         if mean.superseded:
             return
         if sent is not None:
-            self._put_back(due.fragment, sent)
+            self._following.put_back(due.fragment, sent)
             self.stats.excluded_rounds += 1
         else:
             self.stats.catch_up_rounds += 1
@@ -340,52 +246,9 @@ class Rounds:
     def apply_missed(self, missed: Missed) -> None:
         """What the others did without this island."""
         if isinstance(missed, Snapshot):
-            self._load(missed)
+            self._following.load(missed)
         else:
             self._catch_up(Due(missed.fragment, missed.round), missed.mean)
-
-    def _follow(self, due: Due, mean: Mean) -> None:
-        """An outer step that this island had no part in. With delayed updates theta gives up what it has just sent."""
-        state, fragment = self.offload.take(due.fragment, ()), self.fragments[due.fragment]
-        old = state.anchor.clone()
-        if not mean.superseded:
-            self._outer_step(due, None, mean)
-        new = self.offload.take(due.fragment, ()).anchor
-        if self._method.update == "delayed" and state.sent_step == self.step and state.rounds:
-            mix(fragment, new, self._method.mixing)
-        else:
-            move_along(fragment, old, new)
-
-    def _put_back(self, index: int, sent: Sent) -> None:
-        """What was sent and not counted is this island's again."""
-        if self._closing:
-            self._excluded.append((index, sent))
-            return
-        feedback, fragment = self._feedback, self.fragments[index]
-        state = self.offload.take(index, feedback, changing=feedback, aside=True)
-        self._uncounted[index] += sent.steps
-        if state.residual is not None and sent.residual is not None:
-            with self._sides[index].follow():
-                state.residual.copy_(sent.residual)
-        if self._method.update == "delayed" and sent.payload.weight:
-            left = self._own(index, sent).mul_(1 - self._method.mixing)
-            fragment.write(fragment.read().sub_(left))
-
-    def _load(self, snapshot: Snapshot) -> None:
-        """A snapshot takes the place of all rounds up to it. Steps that it counts leave theta, others stay there."""
-        for index, saved in enumerate(snapshot.fragments):
-            state, fragment = self.offload.take(index, OUTER, changing=OUTER), self.fragments[index]
-            old = state.anchor.clone()
-            load_outer_state(state, saved)
-            if self.torch_outer:
-                self.torch_outer.load_state(index, outer_memory(saved))
-            move_along(fragment, old, state.anchor)
-            for number in [round for place, round in snapshot.counted if place == index]:
-                sent = state.rounds.pop(number)
-                if self._method.update == "fresh" and sent.payload.weight:
-                    fragment.write(fragment.read().add_(self._own(index, sent)))
-            for number in [round for place, round in snapshot.dropped if place == index]:
-                self._put_back(index, state.rounds.pop(number))
 
     def outer_state(self) -> list[dict[str, Tensor]]:
         """Copies of what islands share, by fragment: for a snapshot."""
@@ -406,7 +269,7 @@ class Rounds:
         return [i for i, fragment in enumerate(self.fragments) if not fragment.is_empty and self._unsent_steps(i)]
 
     def _unsent_steps(self, index: int) -> int:
-        return self.step - self.offload.peek(index).sent_step + self._uncounted[index]
+        return self.step - self.offload.peek(index).sent_step + self._following.uncounted[index]
 
     # ---- at the end
 
@@ -440,18 +303,12 @@ class Rounds:
     def _wait_for_all(self, world: ElasticWorld) -> None:
         """Takes the outer steps of all rounds in flight. Theta is then the anchor and what nobody has counted."""
         world.finish()
-        self._closing = True
+        self._following.ending = True
         rounds = [Due(index, number) for index, state in enumerate(self.offload.settle()) for number in state.rounds]
         for due in sorted(rounds, key=lambda due: world.order(*due)):
             if due.round in self.offload.states[due.fragment].rounds:  # else a snapshot has taken its place
                 self._close_round(due)
-        for fragment, state in zip(self.fragments, self.offload.settle(), strict=True):
-            fragment.write(state.anchor)
-        for index, sent in self._excluded:
-            fragment = self.fragments[index]
-            fragment.write(fragment.read().sub_(self._own(index, sent)))
-            self._uncounted[index] += sent.steps
-        self._closing, self._excluded = False, []
+        self._following.end()
 
     def _close_round(self, due: Due) -> None:
         """The outer step of a round, and nothing else: nothing is trained any more."""
@@ -461,9 +318,9 @@ class Rounds:
         self.recover(sent)
         rounds.pop(due.round, None)
         if not mean.superseded:
-            self._outer_step(due, sent if mean.included else None, mean)
+            self._steps.step(due, sent if mean.included else None, mean)
             if not mean.included and sent.payload.weight:
-                self._put_back(due.fragment, sent)
+                self._following.put_back(due.fragment, sent)
             if self._elastic:
                 self._has_applied(due)
 

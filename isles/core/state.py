@@ -84,6 +84,11 @@ def vectors_of(state: OuterState) -> dict[str, Tensor]:
     return {name: vector for name in VECTORS if (vector := getattr(state, name)) is not None}
 
 
+def feedback_vectors(method: Method) -> tuple[str, ...]:
+    """Those that error feedback keeps."""
+    return ("residual",) if method.error_feedback else ()
+
+
 def progress_of(state: OuterState) -> dict[str, Any]:
     """The plain values of a state."""
     return {name: getattr(state, name) for name in PROGRESS}

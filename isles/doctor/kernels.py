@@ -17,6 +17,7 @@ from isles.bench.kernels import without_kernels
 from isles.core.outer import OuterSGD
 from isles.wire import device_kernels, fused, reduction
 from isles.wire.codecs import Codec, codecs
+from isles.wire.reduction import Gathered
 
 NUMEL = 5003
 LENGTHS = (1, 2700, 130, 2172)
@@ -31,11 +32,13 @@ def check_cpu() -> dict[str, str]:
 
 
 def check_device(device: torch.device) -> dict[str, str]:
-    """The kernels for accelerators, on one of them."""
+    """The kernels for accelerators, on one of them: each codec, the outer step from payloads included, and the one
+    from a mean.
+    """
     if not device_kernels.available(device):
         return {}
     found = {name: _verdict(functools.partial(_device_codec, codecs[name], device)) for name in device_kernels.LIMITS}
-    return {**found, fused.OUTER: _verdict(functools.partial(_device_outer, device))}
+    return {**found, fused.OUTER: _verdict(lambda: _device_step(device, values(5).to(device), values(5)))}
 
 
 def _verdict(check: Callable[[], bool]) -> str:
@@ -93,20 +96,23 @@ def _device_codec(codec: Codec, device: torch.device) -> bool:
     thetas = [part.to(device) for part in theta.split(LENGTHS)]
     device_kernels.encode_difference(codec, anchor.to(device), thetas, payload, finite)
     bodies = [codec.encode(values(seed)) for seed in (8, 9, 10)]
-    device_kernels.weighted_mean(codec, [body.to(device) for body in bodies], weights, mean)
+    gathered = Gathered([body.to(device) for body in bodies], weights, codec, NUMEL)
+    device_kernels.weighted_mean(gathered, mean)
     with without_kernels():
         expected = codec.encode(anchor - theta), reduction.weighted_mean(bodies, weights, codec, NUMEL)
-    return bool(finite.item()) and _same(payload, expected[0]) and _same(mean, expected[1])
+    coded = bool(finite.item()) and _same(payload, expected[0]) and _same(mean, expected[1])
+    return coded and _device_step(device, gathered, expected[1])
 
 
-def _device_outer(device: torch.device) -> bool:
+def _device_step(device: torch.device, given: Tensor | Gathered, mean: Tensor) -> bool:
+    """The outer step and mixing with a mean, or from payloads that are `given` on the device."""
     anchor, velocity, alpha = values(3), values(4), 0.3
     thetas = [part.to(kind) for part, kind in zip(values(11).clamp(-6e4, 6e4).split(LENGTHS), _KINDS, strict=True)]
     there = [tensor.to(device, copy=True) for tensor in (anchor, velocity)]
     mixed = [tensor.to(device, copy=True) for tensor in thetas]
-    device_kernels.outer_step_and_mix(there[0], values(5).to(device), there[1], mixed, 0.4, 0.9, True, alpha)
+    device_kernels.outer_step_and_mix(there[0], given, there[1], mixed, 0.4, 0.9, True, alpha)
     with without_kernels():
-        OuterSGD(momentum=True, nesterov=True).update(anchor, values(5), velocity, 0.4, 0.9)
+        OuterSGD(momentum=True, nesterov=True).update(anchor, mean, velocity, 0.4, 0.9)
     pairs = zip(thetas, anchor.split(LENGTHS), strict=True)
     expected = [theta.float() * alpha + part * (1 - alpha) for theta, part in pairs]
     written = all(_same(new, wanted.to(new.dtype)) for new, wanted in zip(mixed, expected, strict=True))

@@ -12,15 +12,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from isles.elastic.layout import check_sizes, pack_fragments, unpack_state
 from isles.elastic.numbering import Numbering
 from isles.elastic.ranks import ROOT, News, Ranks
 from isles.elastic.session import LEAVE_SECONDS, NOTHING, RoundHandle
-from isles.wire import reduction
 from isles.wire.message import bytes_of, tensor_of
+from isles.wire.reduction import Gathered
 from isles.wire.world import Handle, Joining, Mean, Missed, MissedRound, Payload, Snapshot
 
 
@@ -163,14 +162,11 @@ class Follower:
     def _average(self, average: News) -> Mean:
         """The mean of a round, of this rank's part; takes the outer step ahead of time where the island is in it."""
         number, weights, islands = average["number"], average["weights"], average["islands"]
-        data, numel = self._ranks.receive(ROOT), self._joining.numels[average["fragment"]]
-        if islands:
-            codec = self._joining.codec
-            bodies = list(data.view(len(islands), codec.num_bytes(numel)))
-            values = reduction.weighted_mean(bodies, weights, codec, numel, average["factors"])
-        else:
-            values = torch.zeros(numel)
-        mean, sent = Mean(values, dict(zip(islands, weights, strict=True))), self._sent.get(number)
+        numel, codec, sent = self._joining.numels[average["fragment"]], self._joining.codec, self._sent.get(number)
+        bodies = list(self._ranks.receive(ROOT).view(len(islands), codec.num_bytes(numel)))
+        gathered = Gathered(bodies, weights, codec, numel, average["factors"])
+        result = gathered.result(sent is not None and sent.gathers)
+        mean = Mean(result, dict(zip(islands, weights, strict=True)))
         if average["own"] and sent is not None and sent.then is not None:
             sent.then(mean)
         self.arrived[number] = time.perf_counter()

@@ -33,8 +33,8 @@ from isles.elastic.objects import (
     payload_name,
 )
 from isles.elastic.protocol import NOBODY
-from isles.wire import reduction
 from isles.wire.message import HEADER_BYTES, Header, bytes_of, checksum, tensor_of
+from isles.wire.reduction import Gathered
 from isles.wire.world import Handle, Joining, LostPeerError, Mean, Missed, MissedRound, Payload, Snapshot
 
 if TYPE_CHECKING:
@@ -252,9 +252,10 @@ class Session:
             factors = [next(found) if weight > 0 else 0.0 for weight in weights]
         bodies = self._share_out(number, bodies, weights, factors, contributions)
         numel = self._joining.numels[fragment]
-        values = reduction.weighted_mean(bodies, weights, self._joining.codec, numel, factors)
+        sent = self._sent.get(number)
+        gathered = Gathered(bodies, weights, self._joining.codec, numel, factors)
         present = {each.island: weight for each, weight in zip(contributions, weights, strict=True) if weight > 0}
-        mean, sent = Mean(values, present), self._sent.get(number)
+        mean = Mean(gathered.result(sent is not None and sent.gathers), present)
         if sent is not None and sent.then is not None and self.driver.member.number in present:
             sent.then(mean)
         self.arrived[number] = time.perf_counter()

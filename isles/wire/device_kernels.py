@@ -5,9 +5,8 @@ device: whether all was finite, which it will want to know, is left in a tensor.
 which codecs do what they do on a CPU.)
 
     encode_difference(codec, anchor, thetas, payload, finite)     2 launches, whatever the number of tensors
-    weighted_mean(codec, bodies, weights, out)                    3 launches, whatever the number of payloads
-    outer_step_and_mix(anchor, mean, velocity, thetas, ...)       1 launch
-    merged_outer_step_and_mix(codec, bodies, weights, anchor, velocity, thetas, ...)      3 launches: both in one
+    weighted_mean(gathered, out)                                  3 launches, whatever the number of payloads
+    outer_step_and_mix(anchor, mean, velocity, thetas, ...)       1 launch; 3 where the mean is that of payloads
 
 `encodes` and `decodes` say for which codecs, and `available` on which devices: those of Triton, and the CPU when
 Triton's interpreter is on (TRITON_INTERPRET=1 before it is imported), which is how the bits are tested without a GPU.
@@ -22,7 +21,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,26 +36,29 @@ from isles.wire.packing import largest_scale
 
 if TYPE_CHECKING:
     from isles.wire.codec import Codec
+    from isles.wire.reduction import Gathered
 
 __all__ = [
     "Traffic",
     "accumulate",
     "available",
+    "compiling",
     "counting",
     "decodes",
     "encode",
     "encode_difference",
     "encodes",
     "fits",
+    "give_up",
     "interpreted",
     "merge",
-    "merged_outer_step_and_mix",
     "outer_step_and_mix",
     "weighted_mean",
 ]
 logger = logging.getLogger("isles")
 LIMITS = {"e3m0": 1, "int8": 127, "int4": 7, "bf16": 0}
 """Codecs that have kernels, with the largest value in units of the scale; bf16 has no scale."""
+_given_up: set[torch.device] = set()
 _interpreter = threading.Lock()
 """It keeps what it is doing in global variables."""
 
@@ -66,7 +69,7 @@ _interpreter = threading.Lock()
 def available(where: Tensor | torch.device) -> bool:
     """Whether there are kernels for tensors on this device."""
     device = where.device if isinstance(where, Tensor) else where
-    if os.environ.get("ISLES_FUSED") == "0" or not _has_triton():
+    if os.environ.get("ISLES_FUSED") == "0" or not _has_triton() or device in _given_up:
         return False
     return interpreted() if device.type == "cpu" else _works(device)
 
@@ -112,9 +115,31 @@ def _works(device: torch.device) -> bool:
         encode_difference(codecs["e3m0"], anchor, [], payload, finite)
         return bool(finite.item())
     except Exception as error:  # whatever is wrong with Triton here, there is a way without it
-        logger.warning("Triton's kernels do not run on %s, codecs run in PyTorch there: %r", device, error)
+        give_up(device, error)
         return False
 
+
+def give_up(device: torch.device, error: Exception) -> None:
+    """From now on there are no kernels for this device."""
+    _given_up.add(device)
+    logger.warning("Triton's kernels do not run on %s, codecs run in PyTorch there: %r", device, error)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Kernels that this thread calls inside are compiled, or loaded from Triton's cache on disk, and do not run."""
+    _mode.compiles = True
+    try:
+        yield
+    finally:
+        _mode.compiles = False
+
+
+class _Mode(threading.local):
+    compiles = False
+
+
+_mode = _Mode()
 
 # ---- the kernels
 
@@ -133,91 +158,49 @@ def encode_difference(codec: Codec, anchor: Tensor, thetas: Sequence[Tensor], pa
         _launch("encode_difference", anchor, *arguments, LARGEST_SCALE=largest_scale(max(rows["LIMIT"], 1)), **rows)
 
 
-def weighted_mean(
-    codec: Codec,
-    bodies: Sequence[Tensor],
-    weights: Sequence[float],
-    out: Tensor,
-    factors: Sequence[float] | None = None,
-) -> None:
-    """The mean of payloads in fp32, added up in the given order, as `isles.wire.reduction.weighted_mean` does it."""
-    payloads = _payloads(codec, bodies, weights, factors, out)
-    if payloads is None:
-        out.zero_()
-        count(1, written=4 * out.numel())
-    else:
-        finite = _flag(out.device)
-        _merge(codec, payloads, out, finite, "zero")
-        _merge(codec, payloads._replace(divisor=1.0), out, finite, "zero", column=2)
+def weighted_mean(gathered: Gathered, out: Tensor) -> None:
+    """The mean of payloads in fp32, added up in their order, as `isles.wire.reduction.weighted_mean` does it."""
+    payloads, finite = _payloads(gathered, out), _flag(out.device)
+    _merge(gathered.codec, payloads, out, finite, "zero")
+    _merge(gathered.codec, payloads._replace(divisor=1.0), out, finite, "zero", column=2)
 
 
 def outer_step_and_mix(
     anchor: Tensor,
-    mean: Tensor,
+    mean: Tensor | Gathered,
     velocity: Tensor | None,
     thetas: Sequence[Tensor],
     lr: float,
     momentum: float,
     nesterov: bool,
     alpha: float,
+    more: Sequence[tuple[Tensor, float]] = (),
 ) -> None:
-    """`OuterSGD.update` and `mix` of `isles.core.outer`, in place, in one pass; theta is several tensors in a row."""
-    rows = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": device_tables.ROWS}
-    how = _Step(anchor, velocity, thetas, lr, momentum, nesterov, alpha)
-    _outer_step_and_mix(how, mean, anchor, anchor, 0, 1.0, rows)
+    """`OuterSGD.update` and `mix` of `isles.core.outer`, in place, in one pass; theta is several tensors in a row.
 
-
-def merged_outer_step_and_mix(
-    codec: Codec,
-    bodies: Sequence[Tensor],
-    weights: Sequence[float],
-    anchor: Tensor,
-    velocity: Tensor | None,
-    thetas: Sequence[Tensor],
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    alpha: float,
-    factors: Sequence[float] | None = None,
-) -> None:
-    """The same with the mean of payloads, which is nowhere in memory: `weighted_mean` and `outer_step_and_mix` in one.
-
-    Payloads are read twice, the first time to see whether their sum is too large for fp32.
+    The mean of payloads is nowhere in memory. They are read twice, the first time to see whether their sum is too large
+    for fp32. `more` are payloads with weights, which are added to that mean.
     """
-    payloads = _payloads(codec, bodies, weights, factors, anchor)
-    if payloads is None:
-        raise ValueError("all payloads have weight zero: there is no mean to take an outer step with")
-    finite, how = _flag(anchor.device), _Step(anchor, velocity, thetas, lr, momentum, nesterov, alpha)
-    _merge(codec, payloads, anchor, finite, "zero", store=False)
-    _outer_step_and_mix(how, anchor, payloads.table, finite, payloads.number, payloads.divisor, _rows_of(codec))
-
-
-class _Step(NamedTuple):
-    """What an outer step changes, and how."""
-
-    anchor: Tensor
-    velocity: Tensor | None
-    thetas: Sequence[Tensor]
-    lr: float
-    momentum: float
-    nesterov: bool
-    alpha: float
-
-
-def _outer_step_and_mix(
-    how: _Step, mean: Tensor, bodies: Tensor, finite: Tensor, number: int, divisor: float, rows: dict[str, Any]
-) -> None:
-    anchor, velocity, alpha = how.anchor, how.velocity, how.alpha
     if not anchor.numel():
         return
     modes = {
-        "MOMENTUM": "none" if velocity is None else "nesterov" if how.nesterov else "plain",
+        "MOMENTUM": "none" if velocity is None else "nesterov" if nesterov else "plain",
         "MIXING": "all" if alpha == 0 else "some" if alpha < 1 else "none",
     }
-    vectors = (anchor, mean, anchor if velocity is None else velocity)
-    numbers = [_fp32(number) for number in (divisor, how.lr, how.momentum, alpha, 1 - alpha)]
-    arguments = (*vectors, *table_of_tensors(how.thetas, anchor), bodies, finite, anchor.numel(), number, *numbers)
-    _launch("outer_step_and_mix", anchor, *arguments, **modes, **rows)
+    if isinstance(mean, Tensor):
+        assert not more
+        source, payloads, finite = mean, _Payloads(anchor, 0, 1.0), anchor
+        rows = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": device_tables.ROWS}
+    else:
+        if not any(mean.weights):
+            raise ValueError("all payloads have weight zero: there is no mean to take an outer step with")
+        source, payloads, finite = anchor, _payloads(mean, anchor, more), _flag(anchor.device)
+        rows = _rows_of(mean.codec)
+        _merge(mean.codec, payloads, anchor, finite, "zero", store=False)
+    vectors = (anchor, source, anchor if velocity is None else velocity, *table_of_tensors(thetas, anchor))
+    numbers = [_fp32(number) for number in (payloads.divisor, lr, momentum, alpha, 1 - alpha)]
+    counts = (anchor.numel(), payloads.number, len(more))
+    _launch("outer_step_and_mix", anchor, *vectors, payloads.table, finite, *counts, *numbers, **modes, **rows)
 
 
 def encode(codec: Codec, values: Tensor, payload: Tensor) -> bool | None:
@@ -250,22 +233,23 @@ def accumulate(codec: Codec, body: Tensor, into: Tensor, weight: float, *, fresh
 
 
 class _Payloads(NamedTuple):
-    """Payloads that are added up: their table, how many there are, and what the sum is divided by."""
+    """Payloads that are added up: their table, how many of them are averaged, and what their sum is divided by."""
 
     table: Tensor
     number: int
     divisor: float
 
 
-def _payloads(
-    codec: Codec, bodies: Sequence[Tensor], weights: Sequence[float], factors: Sequence[float] | None, like: Tensor
-) -> _Payloads | None:
-    """Those that have a weight. The second one, with divisor 1, is for a sum too large for fp32: the mean is not."""
+def _payloads(gathered: Gathered, like: Tensor, more: Sequence[tuple[Tensor, float]] = ()) -> _Payloads:
+    """Those that count, each with two weights. The second one, with divisor 1, is for a sum too large for fp32: the
+    mean is not. Behind them come `more`, which are no part of the mean.
+    """
     from isles.wire.reduction import multipliers
 
-    parts, total = multipliers(weights, factors)
-    present = [(body, part, part / total) for body, part in zip(bodies, parts, strict=True) if part > 0]
-    return _listed(codec, present, total, like) if present else None
+    parts, total = multipliers(gathered.weights, gathered.factors)
+    present = [(body, part, part / total) for body, part in zip(gathered.bodies, parts, strict=True) if part > 0]
+    added = [(body, weight, weight) for body, weight in more]
+    return _listed(gathered.codec, [*present, *added], total or 1.0, like)._replace(number=len(present))
 
 
 def _listed(codec: Codec, bodies: Sequence[tuple[Tensor, float, float]], divisor: float, like: Tensor) -> _Payloads:
@@ -286,7 +270,7 @@ def _merge(
     store: bool = True,
 ) -> None:
     if into.numel():
-        modes = {"START": start, "DIVIDE": payloads.divisor != 1, "STORE": store}
+        modes = {"START": start, "STORE": store}
         arguments = (payloads.table, into, finite, into.numel(), payloads.number, column, _fp32(payloads.divisor))
         _launch("merge", into, *arguments, **modes, **_rows_of(codec))
 
@@ -315,8 +299,12 @@ def _launch(name: str, where: Tensor, *arguments: Any, **options: Any) -> None:
     if where.device.type == "cpu":
         with _interpreter, counted_interpreter():
             kernel[(programs,)](*arguments, **options)
-    else:
-        with torch.get_device_module(where.device).device(where.device):
+        return
+    with torch.get_device_module(where.device).device(where.device):
+        if _mode.compiles:
+            compiled = kernel.warmup(*arguments, grid=(programs,), enable_fp_fusion=False, **options)
+            compiled.run  # noqa: B018  (which loads it)
+        else:
             kernel[(programs,)](*arguments, enable_fp_fusion=False, **options)
 
 

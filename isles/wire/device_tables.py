@@ -52,7 +52,7 @@ def table_of_tensors(tensors: Sequence[Tensor], whole: Tensor) -> tuple[Tensor, 
 
 def table_of_payloads(bodies: Sequence[tuple[Tensor, float, float]], device: torch.device) -> Tensor:
     """Three integers a payload: its address, and the bits of the two weights that it may be added with."""
-    numbers = [number for body, *weights in bodies for number in (body.data_ptr(), *map(_bits, weights))]
+    numbers = [number for body, *weights in bodies for number in (body.data_ptr(), *map(_bits, weights))] or [0]
     return _table(device, ("payloads", *numbers), lambda: [np.array(numbers, np.int64)])[0]
 
 
@@ -64,7 +64,10 @@ def _table(device: torch.device, content: tuple[Any, ...], build: Callable[[], l
         if key not in _tables:
             arrays = [torch.from_numpy(array) for array in build()]
             if device.type != "cpu":  # from pinned memory, so that the host does not wait
-                arrays = [array.pin_memory().to(device, non_blocking=True) for array in arrays]
+                pinned = [torch.empty(array.shape, dtype=array.dtype, pin_memory=True) for array in arrays]
+                arrays = [
+                    room.copy_(array).to(device, non_blocking=True) for room, array in zip(pinned, arrays, strict=True)
+                ]
             _tables[key] = tuple(arrays)
             if len(_tables) > TABLES:
                 _tables.popitem(last=False)

@@ -15,7 +15,8 @@ arrive in the order in which they were sent; messages of different kinds may ove
 
 An exchange posts all its receives when it is made. Then, each in a stage of its own (`isles.wire.round`): `send` queues
 what the island contributes, once all islands have said that they will do the same; `reduce` averages for others, where
-that is part of the form; `mean` waits for what comes to this island and makes the mean of it.
+that is part of the form; `mean` waits for what comes to this island and makes the mean of it, or gives the payloads to
+whoever averages them on a device (`Payload.gathers`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 from isles.wire import message, reduction
 from isles.wire.message import CHECKSUM, Header
 from isles.wire.packing import empty
+from isles.wire.reduction import Gathered
 from isles.wire.world import Payload
 
 
@@ -86,15 +88,15 @@ class AllGather:
 
     def reduce(self, headers: Sequence[Header]) -> None: ...  # everybody averages for itself
 
-    def mean(self, headers: Sequence[Header]) -> Tensor:
-        bodies = self._bodies.wait()
-        bodies[self._transport.rank] = self._payload.body
+    def mean(self, headers: Sequence[Header]) -> Tensor | Gathered:
+        bodies, payload = self._bodies.wait(), self._payload
+        bodies[self._transport.rank] = payload.body
         _wait_for_sends(self._sent)
         for rank, (header, body) in enumerate(zip(headers, bodies, strict=True)):
             if rank != self._transport.rank:
                 message.verify(header, body, rank, self._transport.rank)
         weights = [header.weight for header in headers]
-        return reduction.weighted_mean(bodies, weights, self._payload.codec, self._payload.numel)
+        return Gathered(bodies, weights, payload.codec, payload.numel).result(payload.gathers)
 
 
 class ReduceScatter:

@@ -20,7 +20,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from isles.wire.world import MismatchError, Note, Payload
+from isles.wire.world import MismatchError, Payload
 
 MAGIC, VERSION = b"isle", 4
 FIELDS = struct.Struct("<4sB16s24sIQQQdQI")  # magic, version, and the fields of a Header in their order
@@ -35,6 +35,21 @@ def check_byte_order() -> None:
     if sys.byteorder != "little":
         advice = "isles sends tensors as little-endian bytes, use a little-endian one"
         raise ValueError(f"this machine is {sys.byteorder}-endian: {advice}")
+
+
+class Note(bytes):
+    """Bytes for `World.gather` that say what they are for: islands that are at different points of the program learn
+    where the others are.
+    """
+
+    purpose: str
+    step: int
+
+    @classmethod
+    def of(cls, data: bytes, purpose: str, step: int) -> Note:
+        note = cls(data)
+        note.purpose, note.step = purpose, step
+        return note
 
 
 @dataclass(frozen=True)

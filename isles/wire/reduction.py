@@ -100,6 +100,31 @@ def average(bodies: Sequence[Tensor], weights: Sequence[float], codec: Codec, pa
     codec.encode(weighted_mean(bodies, weights, codec, part.numel), out=out)
 
 
+class Gathered(NamedTuple):
+    """The payloads of a round in their order, and how much each counts: a mean that nobody has made yet.
+
+    A device that averages payloads itself is given these: they cross to it in fewer bytes than their mean.
+    """
+
+    bodies: Sequence[Tensor]
+    weights: Sequence[float]
+    codec: Codec
+    numel: int
+    factors: Sequence[float] | None = None
+
+    def mean(self) -> Tensor:
+        return weighted_mean(*self)
+
+    def result(self, apart: bool) -> Tensor | Gathered:
+        """The mean; or, with `apart`, the payloads that have a weight, unless they are as long as their mean."""
+        present = [place for place, weight in enumerate(self.weights) if weight > 0]
+        if not apart or len(present) * self.codec.num_bytes(self.numel) >= torch.float32.itemsize * self.numel:
+            return self.mean()
+        chosen = lambda values: [values[place] for place in present]
+        factors = None if self.factors is None else chosen(self.factors)
+        return self._replace(bodies=chosen(self.bodies), weights=chosen(self.weights), factors=factors)
+
+
 def weighted_mean(
     bodies: Sequence[Tensor],
     weights: Sequence[float],
@@ -142,7 +167,7 @@ def _scaled(weights: Sequence[float]) -> list[float]:
     >>> _scaled([1.0, 3.0]), _scaled([2.0**200, 2.0**201, 0.0])
     ([0.5, 1.5], [0.5, 1.0, 0.0])
     """
-    exponent = math.frexp(max(weights))[1] - 1
+    exponent = math.frexp(max(weights, default=0.0))[1] - 1
     return [math.ldexp(weight, -exponent) for weight in weights]
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from isles.wire import message, reduction
 from isles.wire.exchange import FORMS, Exchange, Kind, Transport
 from isles.wire.message import HEADER_BYTES, Header, bytes_of, tensor_of
-from isles.wire.reduction import MAX_IN_FLIGHT, Reduction, choose
+from isles.wire.reduction import MAX_IN_FLIGHT, Gathered, Reduction, choose
 from isles.wire.worker import FirstFailure, Inline, Worker, stop_all
 from isles.wire.world import Handle, Mean, Payload
 
@@ -151,8 +151,8 @@ class Alone:
         if self.mean is None:
             payload, body = self.payload, self.payload.body
             weight = payload.weight  # which counts once the body is made
-            values = reduction.weighted_mean([body], [weight], payload.codec, payload.numel)
-            self.mean = Mean(values, {0: weight} if weight > 0 else {}, closing=payload.closing)
+            result = Gathered([body], [weight], payload.codec, payload.numel).result(payload.gathers)
+            self.mean = Mean(result, {0: weight} if weight > 0 else {}, closing=payload.closing)
         return self.mean
 
 

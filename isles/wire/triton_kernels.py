@@ -238,14 +238,15 @@ def _decode_rows_scaled(payload, row, numel, CODEC: tl.constexpr, LIMIT: tl.cons
 
 @triton.jit
 def _add_rows(
-    low, high, bodies, count, column, row, place, numel, FRESH: tl.constexpr,
+    low, high, bodies, first, last, column, row, place, numel, FRESH: tl.constexpr,
     CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """low, high + weight * decoded, payload by payload in their order; every operation is rounded by itself.
+    """low, high + weight * decoded, payload by payload from the first to before the last; every operation is rounded
+    by itself.
 
     `bodies` has three integers a payload: its address, and the bits of two weights, of which `column` chooses one.
     """
-    for m in range(0, count):
+    for m in range(first, last):
         payload = tl.load(bodies + 3 * m).to(tl.pointer_type(tl.uint8))
         weight = _float_of(tl.load(bodies + 3 * m + column).to(tl.int32))
         if LIMIT > 0:
@@ -284,7 +285,7 @@ def encode_difference(
 @triton.jit(do_not_specialize=["count", "column"])
 def merge(
     bodies, into, finite, numel, count, column, divisor,
-    START: tl.constexpr, DIVIDE: tl.constexpr, STORE: tl.constexpr,
+    START: tl.constexpr, STORE: tl.constexpr,
     CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """into = (start + weight * decoded + weight * decoded ...) / divisor; sets `finite` to 0 where a value is not.
@@ -301,9 +302,8 @@ def merge(
         low = tl.load(into + place, mask=place < numel, other=0.0)
         high = tl.load(into + place + HALF, mask=place + HALF < numel, other=0.0)
     fresh: tl.constexpr = START == "nothing"
-    low, high = _add_rows(low, high, bodies, count, column, row, place, numel, fresh, CODEC, LIMIT, WIDTH)
-    if DIVIDE:
-        low, high = tl.div_rn(low, divisor), tl.div_rn(high, divisor)
+    low, high = _add_rows(low, high, bodies, 0, count, column, row, place, numel, fresh, CODEC, LIMIT, WIDTH)
+    low, high = tl.div_rn(low, divisor), tl.div_rn(high, divisor)
     if STORE:
         tl.store(into + place, low, mask=place < numel)
         tl.store(into + place + HALF, high, mask=place + HALF < numel)
@@ -312,16 +312,17 @@ def merge(
     tl.atomic_and(finite, 0, mask=tl.max(tl.max(largest, axis=1), axis=0) >= INFINITY)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "more"])
 def outer_step_and_mix(
-    anchor, mean, velocity, thetas, ranges, bodies, finite, numel, count, divisor, lr, momentum, kept, taken,
+    anchor, mean, velocity, thetas, ranges, bodies, finite, numel, count, more, divisor, lr, momentum, kept, taken,
     MOMENTUM: tl.constexpr, MIXING: tl.constexpr,
     CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The outer step and mixing: `isles.core.outer` has the formulas. Momentum is "none", "plain" or "nesterov".
 
     Mixing is "none", theta stays; "all", theta = anchor; or "some", theta = kept * theta + taken * anchor. The mean is
-    read where CODEC is "mean". Otherwise it is that of payloads, and `finite` says with which of their two weights.
+    read where CODEC is "mean". Otherwise it is that of payloads, and `finite` says with which of their two weights. The
+    last `more` payloads of the table are not among those that are averaged: they are added to the mean.
     """
     program = tl.program_id(0).to(tl.int64)
     row, place = _tile(program, ROWS)
@@ -333,8 +334,10 @@ def outer_step_and_mix(
         column = tl.where(tl.load(finite) != 0, 1, 2)
         divisor = tl.where(column == 1, divisor, 1.0)
         low = tl.zeros_like(place).to(tl.float32)
-        low, high = _add_rows(low, low, bodies, count, column, row, place, numel, False, CODEC, LIMIT, WIDTH)
+        low, high = _add_rows(low, low, bodies, 0, count, column, row, place, numel, False, CODEC, LIMIT, WIDTH)
         low, high = tl.div_rn(low, divisor), tl.div_rn(high, divisor)
+        last = count + more
+        low, high = _add_rows(low, high, bodies, count, last, column, row, place, numel, False, CODEC, LIMIT, WIDTH)
     rates = (lr, momentum, kept, taken)
     _move(anchor, low, velocity, thetas, begin, end, place, numel, rates, MOMENTUM, MIXING)
     _move(anchor, high, velocity, thetas, begin, end, place + HALF, numel, rates, MOMENTUM, MIXING)

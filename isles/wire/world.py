@@ -22,13 +22,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isles.wire.codecs import Codec
+
+if TYPE_CHECKING:
+    from isles.wire.reduction import Gathered
 
 
 class LostPeerError(RuntimeError):
@@ -37,21 +40,6 @@ class LostPeerError(RuntimeError):
 
 class MismatchError(ValueError):
     """Islands disagree about what they are doing, or a payload arrived damaged."""
-
-
-class Note(bytes):
-    """Bytes for `World.gather` that say what they are for: islands that are at different points of the program learn
-    where the others are.
-    """
-
-    purpose: str
-    step: int
-
-    @classmethod
-    def of(cls, data: bytes, purpose: str, step: int) -> Note:
-        note = cls(data)
-        note.purpose, note.step = purpose, step
-        return note
 
 
 @dataclass(eq=False)
@@ -75,6 +63,8 @@ class Payload:
     then: Callable[[Mean], None] | None = field(default=None, kw_only=True)
     """Called with the mean as soon as it has arrived, if the world has a thread to call it in. Otherwise it is never
     called, and whoever waits for the round does that work."""
+    gathers: bool = field(default=False, kw_only=True)
+    """The mean is made on a device, so `Mean.result` may be the payloads, where the world has those of all islands."""
     _making: Any = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
@@ -97,8 +87,8 @@ class Payload:
 class Mean:
     """The answer of a round, the same on every island but for `included` and `missed`."""
 
-    values: Tensor
-    """fp32: the weighted mean over those who took part; zeros if nobody did."""
+    result: Tensor | Gathered
+    """The values; or, if that was asked for, the payloads that they are to be made of."""
     weights: dict[int, float]
     """Who took part: the weight of each island, by rank; islands of weight zero are left out."""
     included: bool = True
@@ -111,6 +101,11 @@ class Mean:
     """The global model contains this round already: there is nothing to apply."""
     late_seconds: float | None = None
     """How much too late this island's payloads come, if it sent one and is not included; None: not known."""
+
+    @property
+    def values(self) -> Tensor:
+        """fp32, on the host: the weighted mean over those who took part; zeros if nobody did."""
+        return self.result if isinstance(self.result, Tensor) else self.result.mean()
 
     @property
     def total_weight(self) -> float:
