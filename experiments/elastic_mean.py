@@ -60,6 +60,8 @@ GROUPS: dict[str, dict[str, Setting]] = {
         "one takes a tenth, weights by steps": Setting(mean="steps", slow=True),
         "one takes a tenth, equal weights": Setting(slow=True),
         "one alone": Setting((1, 1, 1)),
+        "one alone, half the outer learning rate": Setting((1, 1, 1), "half"),
+        "two of equal speed, half the outer learning rate": Setting((2, 2, 2), "half"),
     },
     "bad": {
         "four, all well": Setting((4, 4, 4)),
@@ -126,7 +128,7 @@ def averaged(deltas: list[torch.Tensor], weights: list[float], kind: str) -> tup
     if kind == "norm-preserving":
         norms = statistics.fmean(float(delta.norm()) for delta in deltas)
         mean = mean * (norms / max(float(mean.norm()), 1e-30))
-    return mean, (len(deltas) / 2) ** 0.5 if kind == "sqrt" else 1.0
+    return mean, {"sqrt": (len(deltas) / 2) ** 0.5, "half": 0.5}.get(kind, 1.0)
 
 
 def rows() -> list[dict[str, Any]]:
@@ -134,18 +136,20 @@ def rows() -> list[dict[str, Any]]:
 
 
 def draw(path: str) -> None:
-    """What one bad island does: the loss over the rounds, every seed a line."""
+    """What one bad island does: the loss over the rounds, every seed a line; beside it those that still learn."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(7, 4), layout="constrained")
-    axes, group = drawn.subplots(), "bad: "
+    drawn = Figure(figsize=(10, 4), layout="constrained")
+    panels = drawn.subplots(1, 2)
     for name, colour in zip(GROUPS["bad"], COLOURS, strict=False):
-        for index, row in enumerate(row for row in rows() if row["name"] == group + name):
+        for index, row in enumerate(row for row in rows() if row["name"] == f"bad: {name}"):
             places = range(10, 10 * len(row["curve"]) + 1, 10)
-            axes.plot(places, row["curve"], color=colour, label=None if index else name, marker=".")
-    axes.set_yscale("log")
-    quiet(axes, "round", title="one of four islands sends noise, a thousand times too large")
-    axes.legend(fontsize=8, frameon=False)
+            for axes in panels if max(row["curve"]) < 10 else panels[:1]:
+                axes.plot(places, row["curve"], color=colour, label=None if index else name, marker=".")
+    panels[0].set_yscale("log")
+    quiet(panels[0], "round", title="one of four islands sends noise, a thousand times too large")
+    quiet(panels[1], "round", "", title="the same without the plain mean")
+    panels[0].legend(fontsize=8, frameon=False)
     drawn.savefig(path, dpi=120, metadata={"Software": None})
 
 
