@@ -19,8 +19,10 @@ import hashlib
 import hmac
 import os
 import re
+import threading
 import time
 import uuid
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +39,26 @@ REQUEST_SECONDS = 120.0
 PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Seconds between attempts where somebody insists."""
 
-_memory: dict[str, Any] = {}
-"""The stores of `memory://NAME`."""
+_memory: dict[str, tuple[Any, threading.RLock]] = {}
+"""The stores of `memory://NAME`. Threads take turns: in obstore before 0.12 two may wait for each other for ever. The
+one that deletes has the store's lock and waits for the GIL; the one that lists has the GIL and waits for the lock.
+"""
 
 
 class ObjectStore:
     """The objects of one run. Methods may be called from many threads; they release the GIL while they wait."""
 
-    def __init__(self, url: str, client: Any, key: bytes | None) -> None:
-        self.url, self._client, self._key = url, client, key
+    def __init__(self, url: str, client: Any, key: bytes | None, turn: AbstractContextManager[Any]) -> None:
+        self.url, self._client, self._key, self._turn = url, client, key, turn
         self.is_local = url.startswith("memory://") or "://" not in url
         """Whether asking costs nothing: a folder, or this process."""
 
     def perform(self, operation: Operation) -> Answer:
         """Does what the protocol asks for. Never raises."""
+        with self._turn:
+            return self._perform(operation)
+
+    def _perform(self, operation: Operation) -> Answer:
         import obstore
         from obstore import exceptions
 
@@ -113,7 +121,8 @@ class ObjectStore:
         """The names that begin with a folder, in no order."""
         import obstore
 
-        return [item["path"] for chunk in obstore.list(self._client, prefix=prefix.rstrip("/")) for item in chunk]
+        with self._turn:
+            return [item["path"] for chunk in obstore.list(self._client, prefix=prefix.rstrip("/")) for item in chunk]
 
     def _get(self, name: str, limit: int) -> Answer:
         import obstore
@@ -165,10 +174,11 @@ def open_store(
         raise ValueError(f"{url!r} is not the url of a store: give s3://bucket/run, a folder, or memory://NAME")
     url = str(url)
     scheme, separator, rest = url.partition("://")
+    turn: AbstractContextManager[Any] = nullcontext()
     if separator and scheme == "memory":
         if not rest:
             raise ValueError("memory:// needs a name: memory://NAME, the same for all islands of this process")
-        client: Any = _memory.setdefault(rest, obstore.store.MemoryStore())
+        client, turn = _memory.setdefault(rest, (obstore.store.MemoryStore(), threading.RLock()))
     elif not separator or scheme == "file":
         folder = Path(rest if separator else url).expanduser().absolute()
         client, url = _folder(folder, create, options), str(folder)
@@ -177,7 +187,7 @@ def open_store(
     else:
         known = "s3://, gs://, az://, file://, memory:// or a plain path"
         raise ValueError(f"{url} is no store that isles knows: use {known}")
-    return ObjectStore(url, client, _key(key))
+    return ObjectStore(url, client, _key(key), turn)
 
 
 def _folder(folder: Path, create: bool, options: dict[str, Any]) -> Any:
