@@ -55,13 +55,14 @@ package: install
 
 OLDEST := .venv-oldest/bin/python
 CORE := theorems golden engine schedule fragments codecs wire_fused worlds processes connect resume finish store_world \
-	train_run view_report view_tensorboard plan_command transformers lightning accelerate
+	store_memory train_run train_text train_tokens train_export view_report view_tensorboard plan_command \
+	transformers transformers_resume transformers_weights lightning accelerate
 
 oldest:
 	test -x $(OLDEST) || $(PYTHON) -m venv .venv-oldest
 	$(OLDEST) -m pip install --quiet --constraint constraints-oldest.txt torch
 	$(OLDEST) -m pip install --quiet --constraint constraints-oldest.txt --editable '.[fast,hf,lightning,store,tensorboard]' \
-		hypothesis 'moto[server]' packaging pytest pytest-timeout pytest-xdist
+		hypothesis 'moto[server]' packaging pytest pytest-timeout pytest-xdist trl
 	$(OLDEST) -m pytest $(CORE:%=tests/test_%.py)
 
 clean:
