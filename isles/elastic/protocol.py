@@ -131,8 +131,10 @@ class Member(Reader):
     def _upload(self, number: int, now: float) -> None:
         """Puts the payload of a round, once this island has a number under which others look for it."""
         sent = self._rounds[number].sent
-        if sent is None or self.number is None or self.number not in self.log.wanted:
+        if self.number is None or self.number not in self.log.wanted:
+            self._looks.soon(now)  # which finds that it needs a new one
             return
+        assert sent is not None
         sent.contribution, sent.stored = replace(sent.contribution, island=self.number), False
         then = partial(self._on_stored, sent, self.number)
         self._requests.start(now, "put", payload_name(number, self.number), then, sent.body)
@@ -155,8 +157,15 @@ class Member(Reader):
             self._looks.later(sent.time + self.patience if sent else math.inf, now)
 
     def _is_lost(self) -> bool:
-        """Whether this island needs a number: it is ready to send, and nobody looks for the one it has."""
-        return self.number not in self.log.wanted and (self.joined or self.taken == self.log.tail)
+        """Whether this island needs a number: nobody looks for the one it has, and it has something to send.
+
+        Others wait for whoever takes one. So an island in a long step takes none before the step is over.
+        """
+        if self.number in self.log.wanted:
+            return False
+        if not self.joined:
+            return self.taken == self.log.tail
+        return any(number > self.log.tail for number in self._rounds.sent())
 
     def _seal(self, now: float) -> bool:
         """Seals the next round, if that may be done."""
