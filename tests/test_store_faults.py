@@ -34,7 +34,7 @@ def train(world, steps=12, method=METHOD, layers=2, **options):
 
 
 def folder_run(tmp_path, **options):
-    """A run in a folder that has ended, and its store. What it was writing when it ended, a manifest say, is written."""
+    """A run in a folder that has ended, and its store. What it was writing at the end, say a manifest, is written."""
     url, before = str(tmp_path / "bucket"), set(threading.enumerate())
     train(isles.StoreWorld(url, **options))
     for thread in set(threading.enumerate()) - before:

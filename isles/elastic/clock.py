@@ -28,6 +28,6 @@ def jump(
     for number in begun if patience < math.inf else ():
         if now + step_seconds > rounds[number].began + patience / 2:
             clock = max(clock, log.numbering.place(number).send_clock)
-    if own not in log.expected and not any(rounds[number].sent for number in begun):
+    if own not in log.expected and not any(rounds[number].sending for number in begun):
         clock = max(clock, log.numbering.place(begun[-1]).send_clock)
     return clock

@@ -17,7 +17,7 @@ from torch import Tensor
 from isles.elastic.layout import check_sizes, pack_fragments, unpack_state
 from isles.elastic.numbering import Numbering
 from isles.elastic.ranks import ROOT, News, Ranks
-from isles.elastic.session import LEAVE_SECONDS, NOTHING, RoundHandle
+from isles.elastic.session import LEAVE_SECONDS, NOTHING, RoundHandle, forget
 from isles.wire.message import bytes_of, tensor_of
 from isles.wire.reduction import Gathered
 from isles.wire.world import Handle, Joining, Mean, Missed, MissedRound, Payload, Snapshot
@@ -49,7 +49,8 @@ class Follower:
         self._averages: dict[int, Future[Mean]] = {}
         self._decided: dict[int, News] = {}
         self.arrived: dict[int, float] = {}
-        self._sending: Future[None] | None = None
+        self._sending: dict[int, Future[None]] = {}
+        """Payloads that are being made and sent to the root, by round."""
         self._saving: Future[None] | None = None
         self._left = False
 
@@ -73,7 +74,6 @@ class Follower:
             yield from map(self._missed, decisions)
 
     def reach(self, clock: int) -> int:
-        self._finish_sending()
         self.clock, _ = self._hear()
         return self.clock
 
@@ -84,7 +84,7 @@ class Follower:
         number = self.numbering.number(payload.fragment, payload.round)
         self._sent[number] = payload
         if payload.weight:
-            self._sending = self._ranks.thread.do(self._send, payload)
+            self._sending[number] = self._ranks.thread.do(self._send, payload)
         return RoundHandle(self, number)  # what goes into the store is counted on the root
 
     def _send(self, payload: Payload) -> None:
@@ -95,7 +95,7 @@ class Follower:
 
     def wait(self, number: int) -> Mean:
         _, news = self._hear()
-        self._finish_sending()
+        self._made(number)
         missed: list[Missed] = []
         for decision in news.get("decisions", ()):
             if decision.get("number") == number:
@@ -105,7 +105,7 @@ class Follower:
 
     def applied(self, number: int) -> bool:
         decision = self._decided.pop(number, None)
-        self._forget(number)
+        forget(number, self._decided, self._sent, self._averages, self.arrived)
         if decision is not None and decision["save"]:
             state = self._joining.state()
             self._saving = self._ranks.thread.do(send_parts, self._ranks, state)
@@ -124,15 +124,14 @@ class Follower:
         if self._left:
             return
         self._left = True
-        drain(self._sending)
-        drain(self._saving)
+        for sending in (*self._sending.values(), self._saving):
+            drain(sending)
         self._ranks.close()
 
-    def _finish_sending(self) -> None:
-        """The last payload is made, and on its way."""
-        if self._sending is not None:
-            self._sending.result()  # raises what went wrong
-            self._sending = None
+    def _made(self, number: int) -> None:
+        """Waits until the payloads of all rounds up to this one are made, and on their way. Raises what went wrong."""
+        for sent in [k for k in self._sending if k <= number]:
+            self._sending.pop(sent).result()
 
     # ---- decisions
 
@@ -141,8 +140,9 @@ class Follower:
             return MissedRound(decision["fragment"], decision["round"], self._mean(decision))
         fragments = decision["fragments"].result()
         self.taken = decision["snapshot"]
+        self._made(self.taken)
         check_sizes(self.taken, fragments, self._joining.numels)
-        self._forget(self.taken)
+        forget(self.taken, self._decided, self._sent, self._averages, self.arrived)
         counted, dropped = (tuple((f, k) for f, k in decision[name]) for name in ("counted", "dropped"))
         return Snapshot(fragments, counted, dropped)
 
@@ -151,11 +151,6 @@ class Follower:
         self._decided[self.taken] = decision
         mean = self._averages.pop(self.taken).result()
         return replace(mean, included=decision["included"], closing=decision["closing"])
-
-    def _forget(self, number: int) -> None:
-        for known in (self._decided, self._sent, self._averages, self.arrived):
-            for old in [each for each in known.copy() if each <= number]:
-                del known[old]
 
     # ---- beside the loop
 

@@ -38,8 +38,10 @@ Loop = Generator[float | None, None, None]
 class Process:
     """One island, from its start to its end. It never comes back: whoever restarts is a new process."""
 
-    def __init__(self, simulation: Simulation, token: str, step_seconds: float) -> None:
+    def __init__(self, simulation: Simulation, token: str, step_seconds: float, making_seconds: float) -> None:
         self.token, self.step_seconds, self.simulation = token, step_seconds, simulation
+        self._making_seconds, self._making = making_seconds, set[int]()
+        """What it takes to make a payload, beside the loop; and the rounds whose payloads are being made."""
         self.alive, self.leaving, self.ending = True, False, False
         self.asleep_until = self.cut_off_until = 0.0
         self.joined_after = 1 << 60
@@ -152,12 +154,21 @@ class Process:
             yield None
 
     def _send(self, number: int, *, closing: bool = False) -> None:
-        data = self.toy.send(number, closing=closing)
-        contribution, _ = open_payload(payload_name(number, 0), data)
-        self.member.send(number, contribution, data, self.simulation.now)
-        self.sent[number] = data
+        self.sent[number] = data = self.toy.send(number, closing=closing)
+        self._making.add(number)
+        self.member.begin(number, self.simulation.now)
+        if self._making_seconds:
+            self.simulation.at(self.simulation.now + self._making_seconds, self.run, self._made, number, data)
+        else:
+            self._made(number, data, self.simulation.now)
+
+    def _made(self, number: int, data: bytes, now: float) -> None:
+        self._making.discard(number)
+        self.member.send(number, open_payload(payload_name(number, 0), data)[0], data, now)
 
     def _wait_for(self, number: int) -> Loop:
+        while any(sent <= number for sent in self._making):
+            yield None
         self.member.wait(number, self.simulation.now)
         self._take(number)
         while self.member.taken < number:

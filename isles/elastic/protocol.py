@@ -81,8 +81,17 @@ class Member(Reader):
         """Whether a payload for this round may still count: do not encode it otherwise."""
         return number > self.log.tail and not self.left
 
+    def begin(self, number: int, now: float) -> None:
+        """The loop sends a round that it `wants`. The payload is still being made: `send` follows."""
+        self._rounds[number].sending = True
+        if self.number not in self.log.wanted:
+            self._looks.soon(now)  # which finds that it needs a new number
+
     def send(self, number: int, contribution: Contribution, body: Any, now: float) -> None:
-        """The loop sends a round that it `wants`. The contribution's island is filled in here."""
+        """The payload of a round that the loop sends. The contribution's island is filled in here."""
+        if number <= self.taken:
+            return  # a snapshot has taken its place meanwhile
+        self.begin(number, now)
         self._rounds[number].sent = Sent(replace(contribution, island=NOBODY), body, now)
         self._upload(number, now)
 
@@ -132,8 +141,7 @@ class Member(Reader):
         """Puts the payload of a round, once this island has a number under which others look for it."""
         sent = self._rounds[number].sent
         if self.number is None or self.number not in self.log.wanted:
-            self._looks.soon(now)  # which finds that it needs a new one
-            return
+            return  # `_join` follows
         assert sent is not None
         sent.contribution, sent.stored = replace(sent.contribution, island=self.number), False
         then = partial(self._on_stored, sent, self.number)
@@ -165,7 +173,7 @@ class Member(Reader):
             return False
         if not self.joined:
             return self.taken == self.log.tail
-        return any(number > self.log.tail for number in self._rounds.sent())
+        return self._rounds.last_sending > self.log.tail
 
     def _seal(self, now: float) -> bool:
         """Seals the next round, if that may be done."""

@@ -32,6 +32,8 @@ class Round:
     began: float = math.inf
     """When others began to send it, or earlier: the last look that found nothing."""
     absent_at: float = -math.inf
+    sending: bool = False
+    """The training loop has sent it; `sent` follows when the payload is made."""
     sent: Sent | None = None
     swept: bool = False
     """Those who are looked for and not waited for have been asked for."""
@@ -59,12 +61,17 @@ class OpenRounds:
         """This island's payloads, by round."""
         return {number: each.sent for number, each in self._rounds.items() if each.sent is not None}
 
+    @property
+    def last_sending(self) -> int:
+        """The last round that the training loop has sent, made or not."""
+        return max((number for number, each in self._rounds.items() if each.sending), default=0)
+
     def begun_and_next(self) -> list[int]:
         """The rounds that are not sealed and that somebody has sent, and the one after them."""
         numbers = []
         for number in range(self._log.tail + 1, self._log.tail + 1 + self.ahead):
             numbers.append(number)
-            if self[number].sent is None and self[number].began == math.inf:
+            if not self[number].sending and self[number].began == math.inf:
                 break
         return numbers
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +74,9 @@ class Session:
         self._decided: dict[int, Apply] = {}
         self.arrived: dict[int, float] = {}
         """When the mean of a round was there, by `perf_counter`."""
-        self._preparing: Any = None
+        self._preparing: dict[int, Future[None]] = {}
+        """Payloads that are being made, by round."""
+        self._making_seconds: deque[float] = deque(maxlen=8)
         self._step_seconds: list[float] = []
         self._last_step = math.nan
         self._left = False
@@ -119,15 +123,13 @@ class Session:
     # ---- the training loop
 
     def reach(self, clock: int) -> int:
-        if self._preparing is not None:
-            self._preparing.result()  # of an earlier step: what was sent is known before the clock may jump
-            self._preparing = None
         now = time.monotonic()
         if self._patience is None and not math.isnan(self._last_step):
             self._step_seconds = [*self._step_seconds[-30:], now - self._last_step]
             usual = sorted(self._step_seconds)[len(self._step_seconds) // 2]
             covered = self.numbering.schedule.lateness * usual
-            least = max(LEAST_PATIENCE, 2 * usual, 2 * self.driver.transfer_seconds)
+            way = max(tuple(self._making_seconds), default=0.0) + self.driver.transfer_seconds
+            least = max(LEAST_PATIENCE, 2 * usual, 2 * way)
             self.driver.member.patience = max(least, covered)
         self._last_step = now
         return self.driver.call(self.driver.member.reach, clock)
@@ -139,17 +141,15 @@ class Session:
         number = self.numbering.number(payload.fragment, payload.round)
         self._sent[number] = payload
         self.last_sent = max(self.last_sent, number)
-        self._preparing = self.driver.codec.do(self._prepare, number, payload)
+        self.driver.call(self.driver.member.begin, number)  # known before the clock may jump; made beside the loop
+        self._preparing[number] = self.driver.codec.do(self._prepare, number, payload, time.monotonic())
         return RoundHandle(
             self, number, HEADER_BYTES + (self.layout.num_bytes(payload.fragment) if payload.weight else 0)
         )
 
     def applied(self, number: int) -> bool:
         decision = self._decided.pop(number, None)
-        self._decided = {k: each for k, each in self._decided.items() if k > number}
-        self._sent = {k: each for k, each in self._sent.items() if k > number}
-        self._own = {k: each for k, each in self._own.items() if k > number}
-        self.arrived = {k: each for k, each in self.arrived.copy().items() if k > number}
+        forget(number, self._decided, self._sent, self._own, self.arrived)
         self.driver.forget(number)
         if decision is not None and decision.save:
             self.driver.codec.do(self._save, decision, self._joining.state())
@@ -178,6 +178,7 @@ class Session:
 
     def wait(self, number: int) -> Mean:
         """The mean of a round, with what the others did meanwhile."""
+        self._made(number)
         driver, member = self.driver, self.driver.member
         if number <= member.taken:
             return Mean(NOTHING, {}, included=False, superseded=True)
@@ -190,6 +191,13 @@ class Session:
                 missed.append(self._missed(decision))
             if member.taken >= number:
                 return Mean(NOTHING, {}, included=False, missed=tuple(missed), superseded=True)
+
+    def _made(self, number: int) -> None:
+        """Waits until the payloads of all rounds up to this one are made, which none can be completed without but those
+        of the others: whoever acts on a round knows what became of its own payload, as all ranks of an island do.
+        """
+        for sent in [k for k in self._preparing if k <= number]:
+            self._preparing.pop(sent).result()
 
     def _missed(self, decision: Decision) -> Missed:
         if isinstance(decision, Apply):
@@ -208,6 +216,7 @@ class Session:
 
     def _snapshot(self, decision: Load) -> Snapshot:
         number = decision.manifest.round
+        self._made(number)
         fragments = self._unpack(decision.manifest)
         check_sizes(number, fragments, self._joining.numels)
         places = {k: self.numbering.place(k)[:2] for k in self._sent if k <= number}
@@ -221,7 +230,7 @@ class Session:
 
     # ---- beside the loop, in the codec's thread
 
-    def _prepare(self, number: int, payload: Payload) -> None:
+    def _prepare(self, number: int, payload: Payload, begin: float) -> None:
         """Makes the object of a payload. An island that has nothing to contribute sends a header alone."""
         try:
             made = payload.body if payload.weight else None
@@ -232,6 +241,7 @@ class Session:
             data = header.pack() + body
             own = Contribution(NOBODY, payload.weight, payload.steps, len(data), digest(data), payload.closing)
             self._own[number] = data
+            self._making_seconds.append(time.monotonic() - begin)
             self.driver.call(self.driver.member.send, number, own, data)
         except Exception as error:
             self.driver.fail(error)
@@ -286,6 +296,13 @@ class Session:
     def _pack(self, state: list[dict[str, Tensor]]) -> dict[str, bytes]:
         """The parts of a snapshot."""
         return pack_fragments(state)
+
+
+def forget(number: int, *known: dict[int, Any]) -> None:
+    """Rounds up to this one are over. What other threads add meanwhile stays."""
+    for each in known:
+        for old in [k for k in each.copy() if k <= number]:
+            del each[old]
 
 
 @dataclass(frozen=True)

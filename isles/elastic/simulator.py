@@ -54,9 +54,11 @@ class Simulation:
         self.model, self.gone_after = f"{self.fragments} integers", self.numbering.most_in_flight + draw.randint(2, 6)
         self._slowest = draw.choice((3.0, 10.0)) if "slow" in self.faults.kinds else 1.0
         spacing = self.numbering.schedule.sync_every / self.fragments
+        self._making = random.Random(f"making {seed}")
+        self._longest_making = self._slowest * self._making.choice((0.0, 1.0, 2.0))
         self.settings = Settings(
             quorum=draw.randint(1, max(1, self.most_islands // 2)),
-            patience=2.5 * self._slowest + 4 * draw.random() + 2 * spacing,
+            patience=2.5 * self._slowest + 4 * draw.random() + 2 * spacing + 2 * self._longest_making,
             snapshot_every=draw.randint(3, 20),
             poll=spacing * (0.4 + 0.4 * draw.random()),
             longest_poll=2 * spacing,
@@ -163,7 +165,9 @@ class Simulation:
         if len(self.processes) >= self.most_islands and not needed:
             return
         slow = self._slowest if self._random.random() < 0.3 else 1.0
-        process = Process(self, f"process-{self.count['processes']}", slow * (0.8 + 0.4 * self._random.random()))
+        step_seconds, making_seconds = slow * (0.8 + 0.4 * self._random.random()), self._making.random()
+        token = f"process-{self.count['processes']}"
+        process = Process(self, token, step_seconds, making_seconds * self._longest_making)
         self.processes.append(process)
         self.count["processes"] += 1
         self.trace(process.token, "starts, seconds per step:", process.step_seconds)
