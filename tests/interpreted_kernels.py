@@ -289,10 +289,32 @@ def test_a_step_from_payloads_is_a_step_with_their_mean(
     expected = stepped(anchor, mean, velocity, thetas, flat, *how)
     with device.counting() as traffic:
         device.outer_step_and_mix(anchor, gathered, velocity, thetas, *how, more)
-    assert traffic.launches == (3 if numel else 0)
+    averaged = factors is None or any(weight * factor for weight, factor in zip(weights, factors, strict=True))
+    assert traffic.launches == ((3 if averaged else 2) if numel else 0)
     assert same(anchor, expected[0])
     assert velocity is None or same(velocity, expected[1])
     assert all(map(same, thetas, expected[2]))
+
+
+@every_codec
+def test_a_step_without_a_mean_is_one_with_what_is_added(name):
+    """The first rounds of eager updates: an island's own payload, with the signs of its zeros."""
+    codec, numel = codecs[name], 3000
+    payloads = [codec.encode(values(numel, seed, 1e-3)) for seed in (1, 2)]
+    for shares in ((0.5,), (0.5, -0.3), (-0.0,)):
+        anchor, velocity = values(numel, 3).clamp_(max=0.0), torch.zeros(numel)
+        mean = codec.decode(payloads[0], numel).mul_(shares[0])
+        if len(shares) > 1:
+            codec.accumulate(payloads[1], mean, shares[1])
+        for speed, how in ((velocity, (0.4, 0.9, True, 0.5)), (None, (1.0, 0.0, False, 0.0))):
+            theta = values(numel, 4)
+            expected = stepped(anchor, mean, speed, [theta], theta.clone(), *how)
+            found = anchor.clone(), None if speed is None else speed.clone()
+            more = list(zip(payloads, shares, strict=False))
+            device.outer_step_and_mix(found[0], Gathered((), (), codec, numel), found[1], [theta], *how, more)
+            assert same(found[0], expected[0])
+            assert speed is None or same(found[1], expected[1])
+            assert same(theta, expected[2][0])
 
 
 def test_a_step_needs_a_payload_with_a_weight():

@@ -30,7 +30,7 @@ TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip
 TYPES = {
     **dict.fromkeys(("anchor", "mean", "velocity", "into"), "*fp32"),
     **dict.fromkeys(("thetas", "ranges", "bodies"), "*i64"),
-    **dict.fromkeys(("divisor", "lr", "momentum", "kept", "taken"), "fp32"),
+    **dict.fromkeys(("start", "divisor", "lr", "momentum", "kept", "taken"), "fp32"),
     **{"payload": "*u8", "finite": "*i32", "numel": "i32", "count": "i32", "column": "i32", "more": "i32"},
 }
 MEAN = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": 16}

@@ -165,6 +165,28 @@ def test_a_round_in_flight_holds_one_payload_an_island(tmp_path):
     assert processes.values(held, 2, tmp_path, "streaming") == [(1.0, [])] * 2
 
 
+def holding(rank, name):
+    """As `test_device_order.memory`. Tensors are larger: every fragment has a table of addresses for each stream."""
+    pretend_kernels.install()
+    test_device_order.WIDTH, device_tables.ROWS = 64, 128
+    method, outer_device, _ = test_device_order.MEMORY[name]
+    ratio, temporary, payload, _, wrong = test_device_order.memory(rank, method, outer_device)
+    return ratio, temporary <= payload, wrong
+
+
+HOLDS = {"streaming, on the host": 1.045, "eager, on the host": 1.055, "streaming": 1.515, "eager": 1.515}
+"""With kernels eager updates need no mean in fp32 and keep no payload: 9.55 bytes a value of the fragment that is due
+(anchor and velocity, the payloads of two islands, and the fresh one), where they are 12 and more without."""
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_what_the_device_holds_at_the_most(name, tmp_path):
+    for ratio, is_small, wrong in processes.values(holding, 2, tmp_path, name, seconds=250):
+        assert ratio <= HOLDS[name], f"{ratio:.4f} of the bare loop"
+        assert is_small, "a temporary is larger than a payload"
+        assert wrong == []
+
+
 # ---- before the loop
 
 

@@ -12,6 +12,8 @@ it. With `outer_device="cpu"` the step is taken on the host, and the new anchor 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,7 @@ class OuterSteps:
             state, settings = self._offload.at_home(due.fragment), self._method.outer_at(due.round)
             sent.stepped = self._sgd.update_aside(state.anchor, mean.values, state.velocity, *settings)
         if side.asynchronous:
-            sent.upload = Upload(side, self._pinned(mean) if sent.stepped is None else sent.stepped[0])
+            sent.upload = Upload(side, self._pinned(sent, mean) if sent.stepped is None else sent.stepped[0])
             if sent.is_next:
                 sent.upload.start()
 
@@ -82,11 +84,13 @@ class OuterSteps:
         side = self._sides[index]
         return side.asynchronous and not at_home and device_kernels.decodes(codec, side.device)
 
-    def _pinned(self, mean: Mean) -> Tensor:
+    def _pinned(self, sent: Sent | None, mean: Mean) -> Tensor:
         """What of a mean is copied to the device: payloads as rows of one table, which takes their place; or values."""
         if isinstance(mean.result, Tensor):
             return mean.result
         table = pinned_rows(mean.result.bodies)
+        if sent is not None:
+            sent.row = next((row for row, body in enumerate(mean.result.bodies) if body is sent.payload.body), None)
         mean.result = mean.result._replace(bodies=list(table))
         return table
 
@@ -133,9 +137,13 @@ class OuterSteps:
         thetas = None if self._torch_outer else thetas_on_device(self._fragments[index], state.anchor)
         if thetas is None:
             return False
-        if not isinstance(delta, Gathered):
+        codec = own[0][0].payload.codec if own else None
+        if delta is None and codec and device_kernels.decodes(codec, state.anchor):
+            delta = Gathered((), (), codec, state.anchor.numel())  # no mean yet
+        if not isinstance(delta, Gathered) or any(sent.payload.codec != delta.codec for sent, _ in own):
             delta, own = self._added_up(index, delta, own), []
-        more = [(self._own_payload(index, sent), share) for sent, share in own]
+        among = delta.bodies if isinstance(delta, Gathered) else ()
+        more = [(self._own_payload(index, sent, among), share) for sent, share in own]
         settings = self._method.outer_at(state.outer_steps)
         self._sgd.update_and_mix(state.anchor, delta, state.velocity, *settings, thetas, alpha, more)
         return True
@@ -143,7 +151,7 @@ class OuterSteps:
     def _mean_here(self, index: int, sent: Sent | None, mean: Mean) -> Tensor | Gathered:
         """The mean of a round, or its payloads, on the device of its fragment."""
         upload = None if sent is None or sent.stepped is not None else sent.upload
-        here = (upload or Upload(self._sides[index], self._pinned(mean))).result()
+        here = (upload or Upload(self._sides[index], self._pinned(sent, mean))).result()
         return here if isinstance(mean.result, Tensor) else mean.result._replace(bodies=list(here))
 
     def _added_up(self, index: int, delta: Delta, own: Shares) -> Tensor:
@@ -166,9 +174,13 @@ class OuterSteps:
             return sent.decoded(self._offload.states[index].anchor.device)
         return decoded(sent.payload.codec, self._own_payload(index, sent), sent.payload.numel)
 
-    def _own_payload(self, index: int, sent: Sent) -> Tensor:
-        """The payload of an outer gradient of this island, on the device of the fragment."""
-        if sent.here is None:
-            return Upload(self._sides[index], sent.payload.body).result()
-        self._sides[index].hold(sent.ready, sent.here)
-        return sent.here
+    def _own_payload(self, index: int, sent: Sent, among: Sequence[Tensor] = ()) -> Tensor:
+        """The payload of an outer gradient of this island, on the device of the fragment: where it was made, `among`
+        those of all islands, or copied once more.
+        """
+        if sent.here is not None:
+            self._sides[index].hold(sent.ready, sent.here)
+            return sent.here
+        if among and sent.row is not None:
+            return among[sent.row]
+        return Upload(self._sides[index], sent.payload.body).result()

@@ -205,8 +205,8 @@ class Rounds:
         if not self._steps.step(due, sent, mean, fresh, alpha):
             with phase("isles.mix"):
                 mix(self.fragments[due.fragment], self.offload.take(due.fragment, ()).anchor, alpha)
-        if fresh is not None and self.offload.in_use:
-            fresh.here = None
+        if fresh is not None and (self.offload.in_use or fresh.payload.gathers):
+            fresh.here = None  # it comes back with those of the others
         if self._elastic:
             self._has_applied(due)
 

@@ -42,7 +42,10 @@ class Sent:
     ready: Event = HAPPENED
     """When it is there."""
     upload: Upload | None = None
-    """What an apply on a device needs of the result: the mean, or the anchor after the outer step. From a thread."""
+    """What an apply on a device needs of the result: payloads of all islands, their mean, or the anchor after the outer
+    step. From a thread."""
+    row: int | None = None
+    """Which of these payloads is the island's own."""
     steps_aside: bool = False
     """The outer step is taken in the background, on the host, if the world has a thread for it."""
     is_next: bool = False

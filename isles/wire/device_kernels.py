@@ -179,7 +179,7 @@ def outer_step_and_mix(
     """`OuterSGD.update` and `mix` of `isles.core.outer`, in place, in one pass; theta is several tensors in a row.
 
     The mean of payloads is nowhere in memory. They are read twice, the first time to see whether their sum is too large
-    for fp32. `more` are payloads with weights, which are added to that mean.
+    for fp32. `more` are payloads with weights, which are added to that mean, or stand for it where there is none.
     """
     if not anchor.numel():
         return
@@ -192,13 +192,15 @@ def outer_step_and_mix(
         source, payloads, finite = mean, _Payloads(anchor, 0, 1.0), anchor
         rows = {"CODEC": "mean", "LIMIT": 0, "WIDTH": 0, "ROWS": device_tables.ROWS}
     else:
-        if not any(mean.weights):
+        if not (any(mean.weights) or more):
             raise ValueError("all payloads have weight zero: there is no mean to take an outer step with")
         source, payloads, finite = anchor, _payloads(mean, anchor, more), _flag(anchor.device)
         rows = _rows_of(mean.codec)
-        _merge(mean.codec, payloads, anchor, finite, "zero", store=False)
+        if payloads.number:
+            _merge(mean.codec, payloads, anchor, finite, "zero", store=False)
     vectors = (anchor, source, anchor if velocity is None else velocity, *table_of_tensors(thetas, anchor))
-    numbers = [_fp32(number) for number in (payloads.divisor, lr, momentum, alpha, 1 - alpha)]
+    start = 0.0 if isinstance(mean, Tensor) or any(mean.weights) else -0.0
+    numbers = [_fp32(number) for number in (start, payloads.divisor, lr, momentum, alpha, 1 - alpha)]
     counts = (anchor.numel(), payloads.number, len(more))
     _launch("outer_step_and_mix", anchor, *vectors, payloads.table, finite, *counts, *numbers, **modes, **rows)
 

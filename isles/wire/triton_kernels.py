@@ -314,7 +314,8 @@ def merge(
 
 @triton.jit(do_not_specialize=["count", "more"])
 def outer_step_and_mix(
-    anchor, mean, velocity, thetas, ranges, bodies, finite, numel, count, more, divisor, lr, momentum, kept, taken,
+    anchor, mean, velocity, thetas, ranges, bodies, finite, numel, count, more,
+    start, divisor, lr, momentum, kept, taken,
     MOMENTUM: tl.constexpr, MIXING: tl.constexpr,
     CODEC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -322,7 +323,8 @@ def outer_step_and_mix(
 
     Mixing is "none", theta stays; "all", theta = anchor; or "some", theta = kept * theta + taken * anchor. The mean is
     read where CODEC is "mean". Otherwise it is that of payloads, and `finite` says with which of their two weights. The
-    last `more` payloads of the table are not among those that are averaged: they are added to the mean.
+    last `more` payloads of the table are not among those that are averaged: they are added to the mean. Everything is
+    added to `start`: 0, or -0 where there is no mean, so that the first one keeps the signs of its zeros.
     """
     program = tl.program_id(0).to(tl.int64)
     row, place = _tile(program, ROWS)
@@ -333,7 +335,7 @@ def outer_step_and_mix(
     else:
         column = tl.where(tl.load(finite) != 0, 1, 2)
         divisor = tl.where(column == 1, divisor, 1.0)
-        low = tl.zeros_like(place).to(tl.float32)
+        low = tl.where(place >= 0, start, 0.0)
         low, high = _add_rows(low, low, bodies, 0, count, column, row, place, numel, False, CODEC, LIMIT, WIDTH)
         low, high = tl.div_rn(low, divisor), tl.div_rn(high, divisor)
         last = count + more
