@@ -77,7 +77,8 @@ class Machine:
         """While it watches: the largest memory that was made and not copied from the host."""
         self.loop: int | None = None
         """The thread that must not wait, if there is one now."""
-        self.launches = 0
+        self.launches = self.bytes_moved = 0
+        """Bytes of what operations, other than kernels of Triton, read and write."""
         self.host_waits = 0
         """Of other threads, for events."""
 
@@ -119,6 +120,8 @@ class Machine:
 
     def run(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> tuple[int, int]:
         """One operation of the current stream."""
+        reads, writes = list(reads), list(writes)
+        self.bytes_moved += sum(each.numel() * each.itemsize for each in (*reads, *writes))
         return self.run_on(name, [self.memory_of(each) for each in reads], [self.memory_of(each) for each in writes])
 
     def run_on(self, name: str, read: list[Memory], written: list[Memory]) -> tuple[int, int]:

@@ -11,6 +11,8 @@ import torch
 
 import isles
 from isles.core import device as devices
+from isles.core.encoding import Encoder
+from isles.core.fragments import Fragment
 from isles.core.offload import Offload
 from isles.core.state import OuterState
 from tests import pretend, processes
@@ -154,6 +156,28 @@ def test_what_the_device_holds_at_the_most(name, tmp_path):
         assert wrong == []
         assert temporary <= payload
         assert ratio <= most, f"{ratio:.3f} of the bare loop"
+
+
+# ---- what it costs without kernels
+
+
+def cost(rank):
+    """Launches of an encode in PyTorch, and bytes a value that they read and write."""
+    device, numel = pretend.install(), 128 * 128
+    model = torch.nn.Linear(numel, 1, bias=False)
+    fragment = Fragment(pretend.on_device(model).named_parameters())
+    codec, anchor = isles.codecs["e3m0"], torch.zeros(numel).to(device)
+    payload = torch.empty(codec.num_bytes(numel), dtype=torch.uint8, device=device)
+    machine = pretend.machine
+    machine.launches = machine.bytes_moved = 0
+    Encoder(codec, keep=False)._encode_on_device(fragment, anchor, None, None, payload)
+    return machine.launches, machine.bytes_moved / numel
+
+
+def test_what_encoding_costs_in_pytorch(tmp_path):
+    """The numbers of docs/accelerators.md and of isles doctor."""
+    ((launches, num_bytes),) = processes.values(cost, 1, tmp_path)
+    assert (launches, round(num_bytes)) == (41, 159)
 
 
 # ---- the device itself
