@@ -59,20 +59,31 @@ def variants(setting: str, rate: float, table: dict[str, dict[str, Any]], **chan
     return {(label + name, rate): job(setting, rate, {**BASE, **knobs}, **changes) for name, knobs in table.items()}
 
 
-def late(every: int) -> Runs:
-    """A whole round late, and a longer period: with the schedule and without."""
-    start = {"dense_start": [(50, every // 10)], "warmup_rounds": 20, "outer_lr": 0.9}
-    whole = {"sync_every": every, "overlap": every - 1, "mixing": 0.75}
-    eager = {"sync_every": every, "overlap": 0, "update": "eager", "mixing": 0.5}
+def late() -> Runs:
+    """A whole round late, with the schedule and without."""
+    start = {"dense_start": [(50, 3)], "warmup_rounds": 20}
+    whole, eager = {"overlap": 29, "mixing": 0.75}, {"overlap": 0, "update": "eager", "mixing": 0.5}
     table = {
         "distant": whole,
-        "distant, gradual": {**whole, **start},
+        "distant, gradual": {**whole, **start, "outer_lr": 0.9},
         "eager": eager,
-        "eager, gradual": {**eager, **start},
+        "eager, gradual": {**eager, **start, "outer_lr": 0.9},
+        "eager, gradual, outer lr 0.4": {**eager, **start, "outer_lr": 0.4},
     }
-    if every != 30:
-        table |= {"streaming": {"sync_every": every}, "gradual": {"sync_every": every, "mixing": 0.25, **start}}
-    return {(f"demo adamw M=2: H={every}, {name}", 12.0): job("demo", 12, knobs) for name, knobs in table.items()}
+    return {(f"demo adamw M=2: H=30, {name}", 12.0): job("demo", 12, knobs) for name, knobs in table.items()}
+
+
+def long_period() -> Runs:
+    """H = 100: fifteen periods in all. What does the start have to be?"""
+    gradual = isles.Method.gradual(sync_every=100).as_dict()  # 50 rounds of 10 steps, a third of the run
+    table = {
+        "streaming": {"sync_every": 100},
+        "gradual": gradual,
+        "gradual, 50 x 3": {**gradual, "dense_start": [(50, 3)]},
+        "gradual, 100 x 3": {**gradual, "dense_start": [(100, 3)]},
+        "gradual, 100 x 3, warm-up 5": {**gradual, "dense_start": [(100, 3)], "warmup_rounds": 5},
+    }
+    return {(f"demo adamw M=2: H=100, {name}", 12.0): job("demo", 12, knobs) for name, knobs in table.items()}
 
 
 def muon(rate: float) -> Runs:
@@ -124,8 +135,8 @@ GROUPS: dict[str, Callable[[], Runs]] = {
     "four-times": lambda: sides("demo", {**THREE, "paper": [12]}, steps=6000),
     "eight-islands": lambda: sides("demo", {"parallel": [6], "gradual": [12]}, islands=8),
     "muon": lambda: muon(22),
-    "late": lambda: late(30),
-    "late-100": lambda: late(100),
+    "late": late,
+    "long-period": long_period,
 }
 
 
