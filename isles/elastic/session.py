@@ -4,8 +4,8 @@ The mean of a round is a function of its seal: payloads in the order of the seal
 times the number of steps in it. Islands that have taken the same number of steps count by their weights alone.
 
 Patience, if it is not given, is the time that the overlap covers: then an island that dies costs the others nothing. It
-is longer where that is very short: two steps of the loop, twice the way of a payload through the store, and
-`LEAST_PATIENCE` seconds are the least.
+is longer where that is very short: two steps of the loop, twice what a payload takes to be made and to go through the
+store, and `LEAST_PATIENCE` seconds are the least.
 """
 
 from __future__ import annotations
