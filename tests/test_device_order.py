@@ -98,7 +98,7 @@ def test_what_is_written_back_is_there_when_it_is_read(tmp_path):
 
 # ---- memory
 
-WIDTH, LAYERS = 32, 36
+WIDTH, LAYERS = 56, 12
 
 
 def memory(rank, method, outer_device):
@@ -136,11 +136,11 @@ def memory(rank, method, outer_device):
 
 
 MEMORY = {
-    "streaming, on the host": (isles.Method.streaming(sync_every=24, overlap=2), "cpu", 1.05),
+    "streaming, on the host": (isles.Method.streaming(sync_every=24, fragments=12, overlap=2), "cpu", 1.05),
     "a whole round late, on the host": (isles.Method.distant(sync_every=24, fragments=12), "cpu", 1.05),
-    "eager, on the host": (isles.Method.eager(sync_every=24), "cpu", 1.10),
-    "streaming": (isles.Method.streaming(sync_every=24, overlap=2), None, 1.55),
-    "eager": (isles.Method.eager(sync_every=24), None, 1.60),
+    "eager, on the host": (isles.Method.eager(sync_every=24, fragments=12), "cpu", 1.10),
+    "streaming": (isles.Method.streaming(sync_every=24, fragments=12, overlap=2), None, 1.55),
+    "eager": (isles.Method.eager(sync_every=24, fragments=12), None, 1.60),
 }
 """And the most that the peak of the device may be, by the peak of the bare loop. A fragment is a twelfth of the model.
 Per value of the fragment that is due there are, on the host: the anchor, 4 bytes of the model's 16 per value, and with
