@@ -133,13 +133,19 @@ def _timed(args: argparse.Namespace, say: Say) -> dict[str, Any]:
 
 
 def _churn(options: Options, every: float, seed: int, say: Say) -> dict[str, Any]:
-    """A run in churn, and an undisturbed one with as many islands in its rounds, and as many counted steps."""
+    """A run in churn, and an undisturbed one with as many islands in its rounds, and as many counted steps.
+
+    Of the second only the loss is compared, so its steps take half the time.
+    """
     own = dataclasses.replace(options, folder=options.folder / "churn", spares=MOST_MORE)
     disturbed = run.churn(own, every, max(1, options.islands - MOST_MORE), seed, say)
     count = max(1, round(disturbed["islands_in_a_round"] or 1))
     steps = max(1, round(disturbed["counted_steps"] / count))
     program = programs.elastic([*options.program.arguments, "--steps", str(steps)])
-    same = dataclasses.replace(options, folder=options.folder / "calm", islands=count, program=program)
+    half = options.step_seconds / 2
+    same = dataclasses.replace(
+        options, folder=options.folder / "calm", islands=count, step_seconds=half, program=program
+    )
     calm = run.undisturbed(same, say)
     losses = disturbed["val_loss"], calm["val_loss"]
     ratio = losses[0] / losses[1] if None not in losses else None
