@@ -53,8 +53,10 @@ def started() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, url: str, width: int = 1280, height: int = 900, **options: Any) -> Iterator[Any]:
-    """A page that has shown something."""
+def opened(
+    browser: Any, url: str, width: int = 1280, height: int = 900, *, server_dies: bool = False, **options: Any
+) -> Iterator[Any]:
+    """A page that has shown something. A server that dies may be in the middle of an answer."""
     context = browser.new_context(viewport={"width": width, "height": height}, **options)
     try:
         page = context.new_page()
@@ -67,6 +69,7 @@ def opened(browser: Any, url: str, width: int = 1280, height: int = 900, **optio
         yield page
         assert page.evaluate("document.documentElement.dataset.error ?? null") is None
         # A server that is away is tested, and the browser's own note about it is no complaint of the page.
-        assert [text for text in complaints if "ERR_CONNECTION_REFUSED" not in text] == []
+        away = "net::ERR_" if server_dies else "ERR_CONNECTION_REFUSED"
+        assert [text for text in complaints if away not in text] == []
     finally:
         context.close()

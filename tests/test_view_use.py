@@ -109,7 +109,7 @@ def test_a_server_that_is_killed_and_started_again_is_found_by_the_open_page(bro
     write(tmp_path / "run", log[:500])
     process, address = start(tmp_path / "run")
     try:
-        with browsers.opened(browser, address["url"]) as page:
+        with browsers.opened(browser, address["url"], server_dies=True) as page:
             wait_until(page, lambda: shown_step(page) > 50, "steps")
             page.evaluate("window.mine = 'still here'")
             process.kill()
