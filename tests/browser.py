@@ -70,6 +70,6 @@ def opened(
         assert page.evaluate("document.documentElement.dataset.error ?? null") is None
         # A server that is away is tested, and the browser's own note about it is no complaint of the page.
         away = "net::ERR_" if server_dies else "ERR_CONNECTION_REFUSED"
-        assert [text for text in complaints if away not in text] == []
+        assert not [text for text in complaints if away not in text], complaints
     finally:
         context.close()

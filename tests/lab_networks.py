@@ -27,7 +27,7 @@ def require() -> None:
         pytest.skip(str(error))
 
 
-def wait_until(holds, what: str, seconds: float = 120.0) -> None:
+def wait_until(holds, what: str, seconds: float = 240.0) -> None:
     """Until something holds; the limit is there for what hangs."""
     deadline = time.monotonic() + seconds
     while not holds():
