@@ -27,6 +27,7 @@ from isles.reproduce.pool import run_tasks, tasks_of
 RESULTS = Path(__file__).parent / "results" / "outer-schedule.jsonl"
 SETTINGS: dict[str, dict[str, Any]] = {
     "demo": {"model": "micro", "vocabulary": 1024, "steps": 1500, "batch_size": 8, "sequence_length": 128},
+    "mini": {"model": "mini", "vocabulary": 0, "steps": 2100, "batch_size": 4, "sequence_length": 64},
 }
 BASE: dict[str, Any] = {"dense_start": [(50, 3)], "warmup_rounds": 20, "outer_lr": 0.7, "mixing": 0.25}
 """Where the search began; `Method.gradual` is where it ended."""
@@ -66,6 +67,8 @@ def late() -> Runs:
     table = {
         "distant": whole,
         "distant, gradual": {**whole, **start, "outer_lr": 0.9},
+        "distant, gradual, outer lr 0.4": {**whole, **start, "outer_lr": 0.4},
+        "distant, gradual, mixing 0.5": {**whole, **start, "outer_lr": 0.9, "mixing": 0.5},
         "eager": eager,
         "eager, gradual": {**eager, **start, "outer_lr": 0.9},
         "eager, gradual, outer lr 0.4": {**eager, **start, "outer_lr": 0.4},
@@ -102,6 +105,20 @@ def muon(rate: float) -> Runs:
     }
 
 
+def frontier(rate: float) -> Runs:
+    """More bytes for Muon at 1.2M parameters: what are shorter rounds worth, and what a longer dense start?"""
+    table: dict[str, dict[str, Any]] = {
+        "100 x 3": {"dense_start": [(100, 3)]},
+        "H = 18": {"sync_every": 18},
+        "H = 10": {"sync_every": 10},
+        "H = 5": {"sync_every": 5},
+    }
+    gradual, label = isles.Method.gradual(sync_every=30).as_dict(), "mini muon M=2: gradual, "
+    return {
+        (label + name, rate): job("mini", rate, {**gradual, **knobs}, inner="muon") for name, knobs in table.items()
+    }
+
+
 def about(setting: str, changes: dict[str, Any]) -> str:
     length = f" x{changes['steps']}" if "steps" in changes else ""
     return f"{setting} {changes.get('inner', 'adamw')} M={changes.get('islands', 2)}{length}"
@@ -135,6 +152,7 @@ GROUPS: dict[str, Callable[[], Runs]] = {
     "four-times": lambda: sides("demo", {**THREE, "paper": [12]}, steps=6000),
     "eight-islands": lambda: sides("demo", {"parallel": [6], "gradual": [12]}, islands=8),
     "muon": lambda: muon(22),
+    "frontier": lambda: frontier(2.6),
     "late": late,
     "long-period": long_period,
 }

@@ -16,7 +16,7 @@ import isles
 from isles import cli
 from isles.elastic.store import open_store
 from isles.lab import programs
-from isles.lab.elastic import figures, matrix, run
+from isles.lab.elastic import command, figures, matrix, run
 from isles.lab.elastic.disk import CHUNK_BYTES, Disk
 from isles.lab.elastic.faults import FAULTS, Injected, parse_faults
 from isles.lab.elastic.fleet import Options
@@ -218,6 +218,21 @@ def test_one_bit_of_difference_is_seen():
     found = figures.identity([one, other], audit)
     assert (found["identical"], found["rounds_differing"]) == (False, [1])
     assert not figures.identity([one, other], {**audit, "digest": "another"})["replay_is_the_final_model"]
+
+
+# ---- churn, and the run it is compared with
+
+
+@pytest.mark.parametrize(
+    ("counted", "islands", "last"),
+    [(463.0, 5, 0.63), (500.0, 5, 1.0), (402.0, 4, 1.02), (406.0, 5, 0.06), (30.0, 1, 1.0)],
+)
+def test_the_undisturbed_run_has_as_many_rounds_and_as_many_counted_steps(counted, islands, last, tmp_path):
+    options = Options(folder=tmp_path, program=programs.elastic(["--steps", "100"]), islands=5, step_seconds=0.2)
+    same = command.alike(options, counted)
+    assert same.program.config.steps == 100
+    assert (same.islands, same.step_seconds, list(same.slower)) == (islands, 0.1, [islands - 1])
+    assert 1 / same.slower[islands - 1] == pytest.approx(last)
 
 
 # ---- the table and the flags
