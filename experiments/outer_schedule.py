@@ -89,6 +89,18 @@ def long_period() -> Runs:
     return {(f"demo adamw M=2: H=100, {name}", 12.0): job("demo", 12, knobs) for name, knobs in table.items()}
 
 
+def longer(times: int) -> Runs:
+    """A run of so many times the length: with the start as it is, and with one that grows with the run."""
+    steps = times * SETTINGS["demo"]["steps"]
+    gradual = isles.Method.gradual(sync_every=30).as_dict()
+    start = {"dense_start": [(50 * times, 3)], "warmup_rounds": 20 * times}
+    grown = job("demo", 12, {**gradual, **start}, steps=steps)
+    return {
+        **sides("demo", {**THREE, "paper": [12]}, steps=steps),
+        (f"demo adamw M=2 x{steps}: gradual, start x{times}", 12): grown,
+    }
+
+
 def muon(rate: float) -> Runs:
     """`Method.gradual` with one thing changed, for the other inner optimizer."""
     table: dict[str, dict[str, Any]] = {
@@ -111,7 +123,6 @@ def frontier(rate: float) -> Runs:
         "100 x 3": {"dense_start": [(100, 3)]},
         "H = 18": {"sync_every": 18},
         "H = 10": {"sync_every": 10},
-        "H = 5": {"sync_every": 5},
     }
     gradual, label = isles.Method.gradual(sync_every=30).as_dict(), "mini muon M=2: gradual, "
     return {
@@ -148,8 +159,8 @@ GROUPS: dict[str, Callable[[], Runs]] = {
     "sides": lambda: sides("demo", {"alone": [6, 12, 18], "parallel": [4, 6, 9], "paper": [12, 18]}),
     "search": lambda: variants("demo", 12, SEARCH),
     "text": lambda: sides("demo", {**THREE, "paper": [12]}),
-    "twice": lambda: sides("demo", {**THREE, "paper": [12]}, steps=3000),
-    "four-times": lambda: sides("demo", {**THREE, "paper": [12]}, steps=6000),
+    "twice": lambda: longer(2),
+    "four-times": lambda: longer(4),
     "eight-islands": lambda: sides("demo", {"parallel": [6], "gradual": [12]}, islands=8),
     "muon": lambda: muon(22),
     "frontier": lambda: frontier(2.6),
@@ -172,12 +183,12 @@ def main() -> None:
     for name in args.groups:
         jobs = {f"{label} @ {rate:g}": made for (label, rate), made in GROUPS[name]().items()}
         tasks = tasks_of(jobs, range(args.seeds), text)
-        for task, outcome in run_tasks(tasks, text, workers=args.workers):
+        missing = [task for task in tasks if (task.name, text.names()[0], task.job.seed) not in known]
+        for task, outcome in run_tasks(missing, text, workers=args.workers):
             about = {"name": task.name, "text": text.names()[0], "seed": task.job.seed}
-            if tuple(about.values()) not in known:
-                kept = {key: outcome[key] for key in ("val_loss", "bytes_sent", "parameters", "curve")}
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps({**about, **kept, "job": task.job.as_dict()}) + "\n")
+            kept = {key: outcome[key] for key in ("val_loss", "bytes_sent", "parameters", "curve")}
+            with RESULTS.open("a") as file:
+                file.write(json.dumps({**about, **kept, "job": task.job.as_dict()}) + "\n")
     if args.show:
         show()
 
