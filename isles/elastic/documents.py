@@ -67,18 +67,23 @@ class Document:
     @classmethod
     def parse(cls: type[D], data: bytes, name: str) -> D:
         """Reads the object `name`, or raises."""
-        if len(data) > MAX_DOCUMENT_BYTES:
-            raise MismatchError(f"{name} has {len(data)} bytes: the most is {MAX_DOCUMENT_BYTES}")
-        try:
-            document = json.loads(data.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-        except (ValueError, RecursionError) as error:
-            raise DamagedError(f"{name} is damaged, or not an object of isles: {str(error)[:200]}") from None
-        read: D = _read_object(cls, document, name)
+        read: D = _parse(cls, data, name)
         return read
 
     def rules(self) -> dict[str, Rule]:
         """What must hold between fields, by the field that is to blame."""
         return {}
+
+
+@functools.lru_cache(maxsize=16)  # islands of one process read the same objects at about the same time
+def _parse(kind: type, data: bytes, name: str) -> Any:
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise MismatchError(f"{name} has {len(data)} bytes: the most is {MAX_DOCUMENT_BYTES}")
+    try:
+        document = json.loads(data.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{name} is damaged, or not an object of isles: {str(error)[:200]}") from None
+    return _read_object(kind, document, name)
 
 
 def _read_object(kind: Any, document: Any, name: str) -> Any:

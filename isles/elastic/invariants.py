@@ -55,6 +55,8 @@ class Checker:
         self.states: list[State] = []
         """The truth: anchors and velocities after every round."""
         self.seals: list[Seal | None] = [None]
+        self.tail = 0
+        """The last round that is sealed."""
         self._previous = ""
         self.contents: list[dict[int, tuple[int, int]]] = [{}]
         """Of every round: island -> delta and steps that were counted."""
@@ -62,10 +64,6 @@ class Checker:
         """Of every process: the numbers it has had."""
         self._snapshots: list[int] = [0]
         self._ledgers: dict[str, _Ledger] = {}
-
-    @property
-    def tail(self) -> int:
-        return len(self.seals) - 1
 
     # ---- the store
 
@@ -107,6 +105,7 @@ class Checker:
                 raise Violation(f"I4: {name} says that island {island} was waited for, after a round without it")
         self.states.append(self.states[-1].step(self._numbering.place(number).fragment, contributions))
         self.seals.append(seal)
+        self.tail = number
         self.contents.append(contents)
         self._previous = digest(data)
 

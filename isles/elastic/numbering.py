@@ -10,7 +10,7 @@ on. So "all rounds up to K" describes the state of the global model, with any nu
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,7 +80,7 @@ class Numbering:
         """How many rounds have been sent when the clock shows this."""
         stage = next((stage for stage in reversed(self._stages) if clock > stage.begin), self._stages[0])
         periods, steps = divmod(max(0, clock - stage.begin), stage.every)
-        turns = bisect_right(stage.turns, steps, key=lambda turn: turn[0])
+        turns = bisect_left(stage.turns, (steps + 1,))
         return (stage.earlier + periods) * self._fragments + turns
 
     def last_applied(self, clock: int) -> int:

@@ -6,6 +6,7 @@ while it waits for a decision: then it goes on after whatever happens next to it
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from isles.elastic.simulator import Simulation
 
 Loop = Generator[float | None, None, None]
+_told_of = functools.lru_cache(maxsize=256)(told_of)  # all islands read the same payloads
+_read_payload = functools.lru_cache(maxsize=256)(read_payload)
 
 
 class Process:
@@ -81,8 +84,9 @@ class Process:
             simulation.request(self, operation)
         if self.member.left:
             simulation.ended(self)
-        if self.alive and self.member.wake_at < self.wake_at:
-            self.wake_at = max(self.member.wake_at, simulation.now)
+        wake_at = self.member.wake_at
+        if wake_at < self.wake_at and self.alive:
+            self.wake_at = max(wake_at, simulation.now)
             simulation.at(self.wake_at, self._wake, self.wake_at)
 
     def answer(self, operation: Operation, answer: Answer, now: float) -> None:
@@ -90,7 +94,7 @@ class Process:
         name, data = operation.name, answer.value
         if operation.kind == "get" and answer.status == "ok":
             try:
-                answer = Answer("ok", told_of(name, data))
+                answer = Answer("ok", _told_of(name, data))
                 if answer.value is not data:
                     self.kept[name] = data
             except DamagedError:
@@ -201,4 +205,4 @@ class Process:
 
     def _payload(self, number: int, contribution: Contribution) -> tuple[float, int]:
         name = payload_name(number, contribution.island)
-        return read_payload(self.kept[name] if name in self.kept else self.sent[number])
+        return _read_payload(self.kept[name] if name in self.kept else self.sent[number])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Answer(NamedTuple):
     value: Any = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """One request to the store."""
 
@@ -89,7 +90,7 @@ Then = Callable[[Answer, float], str | None]
 """Called with the answer and the time. Returns None, or why the answer is of no use: the operation starts again."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
     then: Then
     since: float
@@ -154,7 +155,7 @@ class Requests:
 
     @property
     def wake_at(self) -> float:
-        return self._later[0][0] if self._later else float("inf")
+        return self._later[0][0] if self._later else math.inf
 
     def _start_again(self, operation: Operation, pending: _Pending, why: str, now: float) -> None:
         pending.attempts += 1

@@ -23,7 +23,7 @@ class Sent:
     stored: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Round:
     """What an island knows of one round."""
 
@@ -50,9 +50,10 @@ class OpenRounds:
         self._rounds: dict[int, Round] = {}
 
     def __getitem__(self, number: int) -> Round:
-        if number not in self._rounds:
-            self._rounds[number] = Round()
-        return self._rounds[number]
+        found = self._rounds.get(number)
+        if found is None:
+            found = self._rounds[number] = Round()
+        return found
 
     def __len__(self) -> int:
         return len(self._rounds)

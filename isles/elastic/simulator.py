@@ -103,13 +103,13 @@ class Simulation:
 
     def _run_until(self, done: Callable[[], bool]) -> bool:
         """Whether it got there; if not, nothing has been sealed for a long time."""
-        tail, deadline = -1, math.inf
+        tail, deadline, checker, events = -1, math.inf, self.checker, self._events
         while not done():
-            if tail < self.checker.tail <= self._rounds:
-                tail, deadline = self.checker.tail, self.now + self._longest_wait
-            if self.now > min(deadline, self._hopeless_since + 30):
+            if tail < checker.tail <= self._rounds:
+                tail, deadline = checker.tail, self.now + self._longest_wait
+            if self.now > deadline or self.now > self._hopeless_since + 30:
                 return False
-            self.now, _, action, arguments = heapq.heappop(self._events)
+            self.now, _, action, arguments = heapq.heappop(events)
             action(*arguments)
         return True
 
@@ -235,9 +235,9 @@ class Simulation:
 
     def _land(self, process: Process, operation: Operation, path: Path) -> None:
         answer = path.refusal or self.perform(operation)
-        self.trace(
-            process.token, operation.kind, operation.name, "->", answer.status, "" if path.answered else "(lost)"
-        )
+        if self._trace is not None:
+            lost = "" if path.answered else "(lost)"
+            self.trace(process.token, operation.kind, operation.name, "->", answer.status, lost)
         if path.cut and answer.status == "ok":
             answer = Answer("ok", answer.value[: self._random.randrange(len(answer.value))])
         if path.again_after:
