@@ -20,8 +20,10 @@ from isles.doctor import kernels
 from isles.wire import device_kernels as device
 from isles.wire import device_tables, fused, reduction
 from isles.wire.reduction import Gathered
+from tests import interpreter
 
 torch.set_num_threads(1)
+interpreter.patch_once()
 LARGEST = torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (0.0, -0.0, 2.0**-149, -(2.0**-149), 1e-40, 2.0**-126, 2.0**-120, 1.0, -1.0, 6e4, LARGEST, -LARGEST)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from isles.wire import device_kernels, device_tables
-from tests import pretend
+from tests import interpreter, pretend
 from tests.pretend import Memory, PretendTensor, inside, machine
 
 WRITES = {
@@ -36,6 +36,7 @@ def install(interpreted: bool = True) -> torch.device:
         os.environ["TRITON_INTERPRET"] = "1"
         for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "._C" not in name]:
             del sys.modules[name]  # PyTorch has imported it, to be compiled: it is imported again, to be interpreted
+        interpreter.patch_once()
     PretendTensor.data_ptr = lambda self: self.data_inside.data_ptr()  # type: ignore[method-assign]
     device_kernels._works = lambda device: device.type == "pretend"
     device_kernels.fits = lambda thetas, anchor: all(each.is_contiguous() for each in thetas)
