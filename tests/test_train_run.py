@@ -1,6 +1,7 @@
 """`isles train` with real processes: every method, kill -9, Ctrl-C, torchrun; an interrupted run ends like any other.
 
-One small run that nobody disturbs is the measure for all the others: same losses, step by step, to the last bit.
+One small run that nobody disturbs is the measure for all the others: same losses, step by step, to the last bit. It
+and the one under torchrun are started anew, as a user starts them; the others are forked (`tests.forked`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isles.train.launch import STOP_FILE
+from isles.view.events import EventLog
+from tests.forked import Program
 
 STEPS = 30
 TINY = ["--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano", "--batch-size", "2", "--json"]
@@ -36,12 +41,12 @@ def environment(tmp_path_factory):
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | own
 
 
-def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "isles.cli", "train", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(arguments: list[str], folder: Path, environment: dict[str, str], hold: Hold | None = None) -> Program:
+    """`isles train`."""
+    return Program(["train", *arguments], folder, environment, hold)
 
 
-def finish(process: subprocess.Popen[str]) -> dict:
+def finish(process: Program | subprocess.Popen[str]) -> dict:
     out, err = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
@@ -59,32 +64,30 @@ def losses(folder: Path) -> dict[tuple[int, int], float]:
     return {(event["island"], event["step"]): event["loss"] for event in events(folder, "step")}
 
 
-HOLD = """
-import os
-if os.environ.get("RANK") == "1":  # an island, not the process that starts them
-    import time
-    from isles.view.events import EventLog
-    write = EventLog.write
-    def write_and_wait(log, event, **fields):
-        write(log, event, **fields)
-        while event == "step" and fields["step"] == {step} and not os.path.exists({gate!r}):
-            time.sleep(0.02)
-    EventLog.write = write_and_wait
-"""
-
-
-def holding(environment: dict[str, str], folder: Path, step: int, gate: Path) -> dict[str, str]:
-    """An environment in which island 1 stops after a step until there is a file, the gate, so that whatever the test
-    does to the run happens in a known step; the other island gets as far as it can without it. Python imports
-    `sitecustomize` at its start.
+@dataclass(frozen=True)
+class Hold:
+    """Called in a program, makes its island 1 stop after a step until there is a file, the gate, so that whatever the
+    test does to the run happens in a known step; the other island gets as far as it can without it.
     """
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(HOLD.format(step=step, gate=str(gate)))
-    path = os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH"))))
-    return {**environment, "PYTHONPATH": path}
+
+    step: int
+    gate: Path
+
+    def __call__(self) -> None:
+        write = EventLog.write
+
+        def write_and_wait(log: EventLog, event: str, **fields: Any) -> str:
+            line = write(log, event, **fields)
+            while event == "step" and fields["step"] == self.step and os.environ.get("RANK") == "1":
+                if self.gate.exists():
+                    break
+                time.sleep(0.02)
+            return line
+
+        EventLog.write = write_and_wait  # type: ignore[method-assign]
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: Path, step: int, process: Program) -> None:
     """Until island 1 has done it."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while (1, step) not in losses(folder):
@@ -96,7 +99,9 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, environment):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    return folder, finish(start(["--run", str(folder), *SMALL], environment))
+    command = [sys.executable, "-m", "isles.cli", "train", "--run", str(folder), *SMALL]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return folder, finish(subprocess.Popen(command, env=environment, **output))
 
 
 def test_what_a_run_says_and_leaves_behind(undisturbed):
@@ -121,8 +126,7 @@ def test_what_a_run_says_and_leaves_behind(undisturbed):
 
 def test_kill_9_of_an_island_and_resume_is_the_same_run(undisturbed, tmp_path, environment):
     folder = tmp_path / "run"
-    held = holding(environment, tmp_path / "hold", 13, gate=tmp_path / "never")
-    process = start(["--run", str(folder), *SMALL], held)
+    process = start(["--run", str(folder), *SMALL], tmp_path, environment, Hold(13, gate=tmp_path / "never"))
     wait_for_step(folder, 13, process)
     victim = next(event["pid"] for event in events(folder, "island") if event["island"] == 1)
     os.kill(victim, signal.SIGKILL)
@@ -131,7 +135,7 @@ def test_kill_9_of_an_island_and_resume_is_the_same_run(undisturbed, tmp_path, e
     assert "island 1 was ended by SIGKILL" in err.splitlines()[-1]
     assert "--resume" in err.splitlines()[-1]
     assert "Traceback" not in err
-    summary = finish(start(["--run", str(folder), "--resume", "--json"], environment))
+    summary = finish(start(["--run", str(folder), "--resume", "--json"], tmp_path, environment))
     assert losses(folder) == losses(undisturbed[0])
     assert summary["val_loss"] == undisturbed[1]["val_loss"]
     assert summary["bytes_sent"] == undisturbed[1]["bytes_sent"]
@@ -140,14 +144,14 @@ def test_kill_9_of_an_island_and_resume_is_the_same_run(undisturbed, tmp_path, e
 
 def test_ctrl_c_saves_and_leaves_and_resume_is_the_same_run(undisturbed, tmp_path, environment):
     folder = tmp_path / "run"
-    held = holding(environment, tmp_path / "hold", 3, gate=folder / STOP_FILE)
-    process = start(["--run", str(folder), *SMALL, "--checkpoint-every", "0"], held)
+    arguments, hold = ["--run", str(folder), *SMALL, "--checkpoint-every", "0"], Hold(3, gate=folder / STOP_FILE)
+    process = start(arguments, tmp_path, environment, hold)
     wait_for_step(folder, 3, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 130, err
     assert "--resume" in err.splitlines()[-1]
-    finish(start(["--run", str(folder), "--resume", "--json"], environment))
+    finish(start(["--run", str(folder), "--resume", "--json"], tmp_path, environment))
     assert losses(folder) == losses(undisturbed[0])
 
 
@@ -167,7 +171,7 @@ def test_every_method_trains(method, tmp_path, environment):
     folder = tmp_path / "run"
     arguments = ["--run", str(folder), "--method", method, *TINY, "--steps", "12", "--eval-every", "0"]
     arguments += [] if method == "data-parallel" else ["--sync-every", "4"]
-    summary = finish(start(arguments, environment))
+    summary = finish(start(arguments, tmp_path, environment))
     first, last = losses(folder)[0, 1], losses(folder)[0, 12]
     assert last < first
     assert summary["val_loss"] < first
@@ -175,25 +179,25 @@ def test_every_method_trains(method, tmp_path, environment):
         assert summary["bytes_sent"] == 2 * 12 * 4 * summary["parameters"]
 
 
-def test_a_model_that_is_not_known_is_a_mistake(tmp_path, environment):
-    process = start(["--run", str(tmp_path / "run"), *SMALL, "--model", "giant"], environment)
+def mistake(arguments: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """The last line of a run that cannot be."""
+    process = start(arguments, folder, environment)
     _, err = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 2
-    assert "--model giant is not known" in err.splitlines()[-1]
+    return err.splitlines()[-1]
+
+
+def test_a_model_that_is_not_known_is_a_mistake(tmp_path, environment):
+    said = mistake(["--run", str(tmp_path / "run"), *SMALL, "--model", "giant"], tmp_path, environment)
+    assert "--model giant is not known" in said
 
 
 def test_more_islands_than_tokens_allow_is_a_mistake(tmp_path, environment):
     (tmp_path / "short.txt").write_text("A few words are not enough.\n" * 20)
     short = ["--data", str(tmp_path / "short.txt"), "--tokenizer", "bytes", "--batch-size", "64"]
-    process = start(["--run", str(tmp_path / "run"), *short], environment)
-    _, err = process.communicate(timeout=LIMIT_SECONDS)
-    assert process.returncode == 2
-    assert "use more text" in err.splitlines()[-1]
+    assert "use more text" in mistake(["--run", str(tmp_path / "run"), *short], tmp_path, environment)
 
 
-def test_a_checkpoint_of_another_model_is_a_mistake(undisturbed, environment):
-    folder = undisturbed[0]
-    process = start(["--run", str(folder), "--resume", "--model", "micro", "--json"], environment)
-    _, err = process.communicate(timeout=LIMIT_SECONDS)
-    assert process.returncode == 2
-    assert "--model nano, not micro" in err.splitlines()[-1]
+def test_a_checkpoint_of_another_model_is_a_mistake(undisturbed, tmp_path, environment):
+    again = ["--run", str(undisturbed[0]), "--resume", "--model", "micro", "--json"]
+    assert "--model nano, not micro" in mistake(again, tmp_path, environment)

@@ -4,8 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,6 +13,7 @@ from isles.cli import main
 from isles.elastic.objects import Seal
 from isles.elastic.store import open_store
 from isles.view.events import read
+from tests.forked import Program
 
 TINY = ["--model", "nano", "--batch-size", "2", "--sequence-length", "32", "--vocabulary", "300", "--threads", "1"]
 TINY += ["--data", "synthetic:0.05", "--eval-tokens", "512", "--sample-tokens", "0"]
@@ -24,23 +23,20 @@ METHOD = ["--method", "streaming", "--sync-every", "8", "--overlap", "2", "--fra
 @pytest.fixture
 def machines():
     """Processes that a test starts; those that are left end with it, and what they have started ends by itself."""
-    processes: list[subprocess.Popen] = []
+    processes: list[Program] = []
     yield processes
     for process in processes:
         process.kill()
         process.wait()
 
 
-def start(processes: list[subprocess.Popen], folder: pathlib.Path, name: str, *flags: str) -> subprocess.Popen:
+def start(processes: list[Program], folder: pathlib.Path, name: str, *flags: str) -> Program:
     """`isles train --store` in a process of its own, as on a machine of its own."""
-    command = [sys.executable, "-m", "isles.cli", "train", "--store", str(folder / "bucket"), "--run", name, *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = (folder / f"{name}.out").open("wb")
-    processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output))
+    processes.append(Program(["train", "--store", str(folder / "bucket"), "--run", name, *flags], folder))
     return processes[-1]
 
 
-def until(condition, process: subprocess.Popen | None = None) -> None:
+def until(condition, process: Program | None = None) -> None:
     while not condition():
         assert process is None or process.poll() is None, "it ended too early"
         time.sleep(0.05)
@@ -100,7 +96,6 @@ def test_islands_of_one_command_train_one_model(tmp_path, monkeypatch, capsys):
     assert "has --sync-every 8, not 9" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(900)  # five starts of Python, on a machine that may do other work
 def test_islands_join_die_leave_and_come_back(tmp_path, machines):
     steps = ["--steps", "100000", "--eval-every", "0", "--patience-seconds", "2", *TINY, *METHOD]
     first = start(machines, tmp_path, "first", *steps)
@@ -111,7 +106,7 @@ def test_islands_join_die_leave_and_come_back(tmp_path, machines):
     island = island_of(tmp_path, "second")
     os.kill(island["pid"], signal.SIGKILL)
     assert second.wait() != 0
-    assert "start the same command again to go on" in (tmp_path / "second.out").read_text()
+    assert "start the same command again to go on" in second.err.read_text()
     until(lambda: islands(tmp_path) == (0,), first)  # the other one goes on
 
     again = start(machines, tmp_path, "second", "--patience-seconds", "2")
@@ -122,7 +117,7 @@ def test_islands_join_die_leave_and_come_back(tmp_path, machines):
 
     first.send_signal(signal.SIGINT)
     assert first.wait() == 130
-    left = (tmp_path / "first.out").read_text().splitlines()[-1]
+    left = first.err.read_text().splitlines()[-1]
     assert left.startswith("isles train: island 0 has left at clock ")
     until(lambda: islands(tmp_path) == (number,), again)
     again.send_signal(signal.SIGINT)

@@ -23,7 +23,7 @@ from isles.view.watcher import Watcher, watcher_of
 from tests import browser as browsers
 from tests import test_train_run as training
 from tests import test_train_store as stores
-from tests.test_train_run import SMALL, STEPS, events, finish, holding, start
+from tests.test_train_run import SMALL, STEPS, Hold, events, finish, start
 from tests.test_view_sources import elastic_run, piece, seal
 from tests.test_view_synthetic import synthetic
 
@@ -280,8 +280,7 @@ def test_every_chart_can_be_saved_by_its_menu_and_by_keyboard(browser: Any, tmp_
 def test_an_island_that_is_killed_is_told(browser: Any, tmp_path: Path, environment: dict[str, str]):
     """Islands as processes. Island 1 is held after step 12, so that the run goes on until it is killed there."""
     folder, gate = tmp_path / "run", tmp_path / "gate"
-    held = holding(environment, tmp_path / "hold", 12, gate)
-    process = start([*SMALL, "--run", str(folder)], held)
+    process = start([*SMALL, "--run", str(folder)], tmp_path, environment, Hold(12, gate))
     try:
         with serve(folder) as server, browsers.opened(browser, server.url) as page:
             page.wait_for_selector(".state[data-phase=running]")
@@ -306,12 +305,11 @@ def test_train_with_watch_prints_an_address_and_shows_the_end(
     browser: Any, tmp_path: Path, environment: dict[str, str]
 ):
     folder, gate = tmp_path / "run", tmp_path / "gate"
-    process = start([*SMALL, "--run", str(folder), "--watch"], holding(environment, tmp_path / "hold", 12, gate))
+    process = start([*SMALL, "--run", str(folder), "--watch"], tmp_path, environment, Hold(12, gate))
+    told = lambda: re.search(r"^watch: (http://127\.0\.0\.1:\d+/)\n", process.err.read_text(), re.MULTILINE)
     try:
-        assert process.stderr is not None
-        while not (found := re.match(r"watch: (http://127\.0\.0\.1:\d+/)", line := process.stderr.readline())):
-            assert line, "the program ended without an address"
-        with browsers.opened(browser, found[1]) as page:
+        stores.until(lambda: process.err.exists() and told(), process)
+        with browsers.opened(browser, told()[1]) as page:
             wait_until(page, lambda: shown_step(page) >= 12, "step 12")
             gate.touch()
             page.wait_for_selector(".state[data-phase=finished]")

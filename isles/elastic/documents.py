@@ -67,7 +67,8 @@ class Document:
     @classmethod
     def parse(cls: type[D], data: bytes, name: str) -> D:
         """Reads the object `name`, or raises."""
-        read: D = _parse(cls, data, name)
+        kind: Any = cls
+        read: D = _parse(kind, data, name)
         return read
 
     def rules(self) -> dict[str, Rule]:
