@@ -1,7 +1,7 @@
 """`isles train` with real processes: every method, kill -9, Ctrl-C, torchrun; an interrupted run ends like any other.
 
 One small run that nobody disturbs is the measure for all the others: same losses, step by step, to the last bit. It
-and the one under torchrun are started anew, as a user starts them; the others are forked (`tests.forked`).
+and the one under torchrun are started anew, as a user starts them; the others are forked (`tests.programs`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 from isles.train.launch import STOP_FILE
 from isles.view.events import EventLog
-from tests.forked import Program
+from tests.programs import Program
 
 STEPS = 30
 TINY = ["--data", "synthetic:0.2", "--tokenizer", "bytes", "--model", "nano", "--batch-size", "2", "--json"]

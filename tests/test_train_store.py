@@ -13,7 +13,7 @@ from isles.cli import main
 from isles.elastic.objects import Seal
 from isles.elastic.store import open_store
 from isles.view.events import read
-from tests.forked import Program
+from tests.programs import Program
 
 TINY = ["--model", "nano", "--batch-size", "2", "--sequence-length", "32", "--vocabulary", "300", "--threads", "1"]
 TINY += ["--data", "synthetic:0.05", "--eval-tokens", "512", "--sample-tokens", "0"]

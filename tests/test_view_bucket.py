@@ -24,6 +24,7 @@ from isles.elastic.store import ObjectStore, open_store
 from isles.view.store_source import Store
 from tests import browser as browsers
 from tests import test_train_store as stores
+from tests.programs import Program
 from tests.stores import s3_server
 from tests.test_view_sources import elastic_run
 from tests.test_view_watch import wait_until
@@ -69,7 +70,6 @@ def address_of(watching: subprocess.Popen[str]) -> str:
     return str(json.loads(watching.stdout.readline())["url"])
 
 
-@pytest.mark.timeout(900)  # three starts of Python, on a machine that may do other work
 def test_a_run_in_a_bucket_is_seen_in_the_browser_and_in_the_terminal(
     browser: Any, tmp_path: Path, machines: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
@@ -79,7 +79,8 @@ def test_a_run_in_a_bucket_is_seen_in_the_browser_and_in_the_terminal(
         with browsers.opened(browser, url) as page:
             assert f"There is no run at {URL} yet" in page.locator(".status").inner_text()
             flags = ["--steps", "100000", "--eval-every", "0", *stores.TINY, *stores.METHOD]
-            training = isles(machines, environment, tmp_path, "train", "--store", URL, *flags)
+            training = Program(["train", "--store", URL, *flags], tmp_path, environment)
+            machines.append(training)
             store = opened_here(environment, monkeypatch)
             stores.until(lambda: store.list("seals/") and store.list("events/"), training)
             page.wait_for_selector(".state[data-phase=running]")

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from isles.view.watcher import Watcher, watcher_of
 from tests import browser as browsers
 from tests import test_train_run as training
 from tests import test_train_store as stores
+from tests.programs import Program
 from tests.test_train_run import SMALL, STEPS, Hold, events, finish, start
 from tests.test_view_sources import elastic_run, piece, seal
 from tests.test_view_synthetic import synthetic
@@ -323,19 +322,19 @@ def test_train_with_watch_prints_an_address_and_shows_the_end(
             process.communicate(timeout=240)
 
 
-def test_the_bench_compares_a_full_page_with_an_empty_one():
+def test_the_bench_compares_a_full_page_with_an_empty_one(tmp_path: Path):
     browsers.chromium()
     browsers.need_playwright()
-    command = [sys.executable, "-m", "isles.cli", "bench", "page", "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    bench = Program(["bench", "page", "--quick", "--json"], tmp_path)
+    out, err = bench.communicate(timeout=280)
+    assert bench.returncode == 0, err
+    result = json.loads(out.splitlines()[-1])
     page = result["page"]
     assert (page["islands"], page["events"]) == (8, 2000)
     for kind in ("empty", "full"):
         assert all(value > 0 for value in page[kind].values())
     assert page["server"]["kept_bytes"] > 0
-    assert "live page: 8 islands, 2,000 events, against an empty page" in done.stdout
+    assert "live page: 8 islands, 2,000 events, against an empty page" in out
     assert {row["claim"].partition(":")[2] for row in result["checks"]} == {
         " seconds to the first paint",
         " seconds until data is drawn",
@@ -347,4 +346,4 @@ def test_the_bench_compares_a_full_page_with_an_empty_one():
     assert run["told_seconds"] > 0
     assert len(run["ratios"]) == 2
     assert all(ratio > 0 for ratio in (*run["ratios"], *run["noise"]))
-    assert "live page: a run of two islands, watched in turns" in done.stdout
+    assert "live page: a run of two islands, watched in turns" in out
