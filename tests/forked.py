@@ -1,175 +1,145 @@
-"""The command line of isles as a program that a test talks to by signals and by its files, with torch loaded already.
+"""Python programs without a new Python: they are forked from the server of `tests.processes`, which has torch loaded.
 
-`isles train` starts a process per island, and each of them imports torch: that takes longer than a small run. Here the
-program is forked from the server of `tests.processes`, and its islands are forked from it. Everything else is as it is
-for a user: processes with pids, parents, sessions, environments, output and exit codes of their own. That a program
-starts and ends without all this is tested with programs that are started anew (`tests.test_train_run.undisturbed`).
+`run(["-m", "isles.cli", "plan"], folder)` is what `python -m isles.cli plan` does in that folder. Programs of Python
+that it starts with `subprocess.Popen` are forked too, unless they talk to it through pipes. That a program starts by
+itself, with what it imports, is tested where that is the question (`tests/test_package.py`, torchrun).
 """
 
 from __future__ import annotations
 
-import itertools
-import json
+import atexit
+import multiprocessing.forkserver
 import os
 import pathlib
 import runpy
 import signal
 import subprocess
 import sys
-import threading
-import traceback
+import tempfile
 import types
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
 from typing import Any
 
 from tests.processes import server
 
-MOST_ISLANDS = 2
-"""That one program starts."""
-_numbers = itertools.count()
+PLAIN = {"cwd", "env", "stdout", "stderr", "start_new_session"}
+"""What a fork can do of what `subprocess.Popen` can; files have to be files."""
 
 
-class Program:
-    """`isles ARGUMENTS`: what tests use of `subprocess.Popen`. `before` is called in it first."""
+class File:
+    """An open file for another process of the server."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getstate__(self) -> Any:
+        return reduction.DupFd(self.number)
+
+    def __setstate__(self, state: Any) -> None:
+        self.number = state.detach()
+
+
+class Forked:
+    """A program under way. It has what is used of `subprocess.Popen`."""
 
     def __init__(
         self,
-        arguments: Sequence[str],
-        folder: pathlib.Path,
-        environment: Mapping[str, str] | None = None,
-        before: Callable[[], object] | None = None,
+        command: Sequence[Any],
+        *,
+        cwd: Any = None,
+        env: Mapping[str, str] | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        start_new_session: bool = False,
     ) -> None:
-        own = folder / f"program-{os.getpid()}-{next(_numbers)}"
-        own.mkdir(parents=True)
-        self.out, self.err = own / "out", own / "err"
-        """What it prints."""
-        about = (list(arguments), str(folder), dict(os.environ if environment is None else environment), before)
-        self._process = server.Process(target=_program, args=(*about, str(self.out), str(self.err)))
-        self._process.start()
+        out, err = 1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()
+        files = File(out), File(err)
+        place = str(cwd or pathlib.Path.cwd()), dict(env or os.environ), start_new_session
+        self._process = server.Process(target=_become, args=([str(word) for word in command[1:]], files, *place))
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")  # the child would begin with whatever this one runs
+        try:
+            self._process.start()
+        finally:
+            sys.modules["__main__"] = main
+        self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        return self.returncode
+    poll = lambda self: self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("isles", timeout or 0.0)
-        return self._process.exitcode
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        self.wait(timeout)
-        return self.out.read_text(), self.err.read_text()
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        if self.poll() is None:
-            os.kill(self._process.pid, number)
+        if self.returncode is None:
+            os.kill(self._process.pid or 0, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
-def _program(
-    arguments: list[str],
-    folder: str,
-    environment: dict[str, str],
-    before: Callable[[], object] | None,
-    out: str,
-    err: str,
-) -> None:
-    from isles import cli
-    from isles.train import launch
+class _Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """In a program: `subprocess.Popen`, or a fork where one will do."""
 
+    def __new__(cls, args: Any, *rest: Any, **options: Any) -> Any:
+        files = [options.get(name) for name in ("stdout", "stderr")]
+        is_python = isinstance(args, (list, tuple)) and args[0] == sys.executable
+        if is_python and not rest and options.keys() <= PLAIN and not any(isinstance(file, int) for file in files):
+            return Forked(args, **options)
+        return super().__new__(cls)
+
+
+def run(
+    words: Sequence[Any], folder: pathlib.Path, *, seconds: float = 280.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` in a folder, to its end."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        files = {"stdout": out, "stderr": err}
+        program = Forked([sys.executable, *words], cwd=folder, env={**os.environ, **environment}, **files)
+        try:
+            program.wait(seconds)
+        finally:
+            program.kill()
+        program.wait()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(list(words), program.wait(), out.read(), err.read())
+
+
+def _become(words: list[str], files: tuple[File, File], folder: str, environment: dict[str, str], leads: bool) -> None:
+    """This process is a fork of the server. It becomes the program."""
+    for number, file in enumerate(files, 1):
+        os.dup2(file.number, number)
+    if leads:
+        os.setsid()
     os.chdir(folder)
-    with open(out, "wb") as output, open(err, "wb") as errors:
-        _become(environment, output.fileno(), errors.fileno())
-    spare = [_Island() for _ in range(MOST_ISLANDS)]
-    popen = lambda command, **options: spare.pop(0).begin(command, **options)
-    launch.subprocess = types.SimpleNamespace(Popen=popen)  # type: ignore[attr-defined]
-    if before is not None:
-        before()
-    sys.exit(cli.main(arguments))
-
-
-class _Island:
-    """`python -m MODULE ARGUMENTS` in a process that is there before it is needed: what its parent uses of
-    `subprocess.Popen`. It is forked while its parent has one thread: what a store's client does in others would never
-    go on in a fork.
-    """
-
-    def __init__(self) -> None:
-        self._code: int | None = None
-        reader, self._writer = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.close(self._writer)
-            code = 1
-            try:
-                with os.fdopen(reader) as order:
-                    code = _run_ordered(order.readline())
-            finally:
-                os._exit(code)
-        os.close(reader)
-
-    def begin(self, command: list[str], env: Mapping[str, str], stdout: Any, **_: Any) -> _Island:
-        with os.fdopen(self._writer, "w") as order:
-            order.write(json.dumps([command, dict(env), stdout.name]) + "\n")
-        return self
-
-    def poll(self) -> int | None:
-        return self._wait(os.WNOHANG)
-
-    def wait(self) -> int:
-        code = self._wait(0)
-        assert code is not None
-        return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
-
-    def _wait(self, options: int) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self._pid, options)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-
-def _run_ordered(order: str) -> int:
-    """In the process of an island: runs the command, if there is one before the parent ends."""
-    if not order:
-        return 0
-    command, environment, log = json.loads(order)
-    os.setsid()
-    with open(log, "ab") as output:
-        _become(environment, output.fileno(), output.fileno())
-    assert command[1] == "-m"
-    return _run_module(command[2:])
-
-
-def _become(environment: Mapping[str, str], out: int, err: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    os.dup2(out, 1)
-    os.dup2(err, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it is there
+    subprocess.Popen = _Popen  # type: ignore[misc]
+    import torch
 
-
-def _run_module(arguments: list[str]) -> int:
-    """As the interpreter does it, to the end of its threads. Gives the exit code."""
-    sys.argv = arguments
-    code: Any = 1
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     try:
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as ended:
-        code = ended.code or 0
-    except BaseException:
-        traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return int(code)
+        words = words[words[0] == "-u" :]
+        if words[0] == "-m":
+            warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)  # the server has imported it
+            sys.argv, sys.path[0:0] = words[1:], [folder]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0:0] = words, [str(pathlib.Path(words[0]).parent)]
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()

@@ -32,7 +32,7 @@ from isles.reproduce import studies
 from isles.reproduce.command import SPEED
 from isles.train import setup
 from isles.train.config import TrainConfig
-from tests import test_examples
+from tests import forked, test_examples
 from tests.installed import ROOT
 from tests.pages import WITH_COMMANDS, Command, commands, inline, read
 
@@ -94,15 +94,15 @@ def folder(tmp_path_factory):
 
 
 def start(command, folder):
-    """What it printed."""
-    words = shlex.split(command)
-    modules = {"isles": "isles.cli", "torchrun": "torch.distributed.run"}
-    if words[0] in modules:
-        words[0:1] = [sys.executable, "-m", modules[words[0]]]
-    elif words[0] == "python":
-        words[0] = sys.executable
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    """What it printed. Programs are forked, but for one line of Python."""
+    program, *words = shlex.split(command)
+    modules = {"isles": ["-m", "isles.cli"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
+    if (name := pathlib.Path(program).name) in modules and words[0] != "-c":
+        done = forked.run([*modules[name], *words], folder, seconds=600)
+    else:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        started = [sys.executable if program == "python" else program, *words]
+        done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -114,9 +114,11 @@ def filled(text):
 
 
 def test_make_demo(tmp_path):
-    """The target's own commands, on the environment that runs the tests."""
-    ready = ["-f", ROOT / "Makefile", "-o", "install", f"BIN={pathlib.Path(sys.executable).parent}"]
-    printed = start(shlex.join(map(str, ["make", *ready, *shlex.split(RUN["make demo"]), "demo"])), tmp_path)
+    """The target's own commands, as make would run them."""
+    ready = ["-n", "-f", ROOT / "Makefile", "-o", "install", *shlex.split(RUN["make demo"]), "demo"]
+    listed = start(shlex.join(map(str, ["make", *ready])), tmp_path).splitlines()
+    assert len(listed) == 4
+    printed = "".join(start(command, tmp_path) for command in listed)
     table = printed[printed.rindex("run  ") :].splitlines()
     shown = read("README.md")
     header = next(line for line in shown.splitlines() if line.startswith("    run  ")).replace("  worth", "")
