@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isles import codecs
+from isles.bench import device as bench
 from isles.cli import main
 from isles.core.outer import OuterSGD
 from isles.doctor import kernels
@@ -23,7 +24,7 @@ from isles.wire.reduction import Gathered
 from tests import interpreter
 
 torch.set_num_threads(1)
-interpreter.patch_once()
+interpreter.prepare()
 LARGEST = torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (0.0, -0.0, 2.0**-149, -(2.0**-149), 1e-40, 2.0**-126, 2.0**-120, 1.0, -1.0, 6e4, LARGEST, -LARGEST)
@@ -410,7 +411,8 @@ def test_the_doctor_finds_other_bits(broken, monkeypatch):
     assert bad == {*device.LIMITS, *(["outer"] if broken == "outer_step_and_mix" else [])}
 
 
-def test_kernels_are_measured(capsys):
+def test_kernels_are_measured(large_tiles, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "TENSORS", 3)
     assert main(["bench", "device", "--quick", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["device"]
     assert result["rows"]["e3m0: encode"]["bytes_a_value"] == 8 + codecs["e3m0"].num_bytes(5000) / 5000

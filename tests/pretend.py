@@ -19,6 +19,7 @@ its memory holds rubbish.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 aten = torch.ops.aten
@@ -311,14 +311,31 @@ class PretendTensor(torch.Tensor):
 
 
 def inside(value: Any) -> Any:
-    return tree_map_only(PretendTensor, lambda each: each.data_inside, value)
+    return _mapped(lambda each: each.data_inside if isinstance(each, PretendTensor) else each, value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """With every tensor in it changed. PyTorch has that for any kind of nesting, and takes as long as the rest here."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(function, each) for each in value])
+    if isinstance(value, dict):
+        return {key: _mapped(function, each) for key, each in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _mapped(found.append, value)
+    return found
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation on the device."""
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    given = _tensors((args, kwargs))
     own = {id(each.data_inside): each for each in given if isinstance(each, PretendTensor)}
     for each in given:
         if not isinstance(each, PretendTensor) and (each.dim() > 0 or func in COPIES_NUMBERS):
@@ -329,24 +346,32 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if func in ANSWERS or (func is aten.index.Tensor and any(each.dtype is torch.bool for each in given[1:])):
         machine.wait(str(func))
     result = func(*inside(args), **inside(kwargs))
-    made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+    made = _tensors(result)
     known = {each.data_inside.untyped_storage()._cdata for each in own.values()}
     fresh = [each for each in made if each.untyped_storage()._cdata not in known]
     if written or fresh or not made:
         targets = {id(each) for each in written}
         reads = [each.data_inside for each in own.values() if id(each.data_inside) not in targets]
         machine.run(str(func), reads, [*written, *fresh])
-    return tree_map_only(torch.Tensor, lambda each: own[id(each)] if id(each) in own else PretendTensor(each), result)
+    return _mapped(lambda each: own[id(each)] if id(each) in own else PretendTensor(each), result)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an operation writes to, by its schema; values inside."""
     written = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            written += [e.data_inside for e in tree_leaves(value) if isinstance(e, PretendTensor)]
+    for place, name in _places_written(func):
+        value = args[place] if place is not None and place < len(args) else kwargs.get(name)
+        written += [each.data_inside for each in _tensors(value) if isinstance(each, PretendTensor)]
     return written
+
+
+@functools.cache
+def _places_written(func: Any) -> list[tuple[int | None, str]]:
+    return [
+        (None if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -36,7 +36,7 @@ def install(interpreted: bool = True) -> torch.device:
         os.environ["TRITON_INTERPRET"] = "1"
         for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "._C" not in name]:
             del sys.modules[name]  # PyTorch has imported it, to be compiled: it is imported again, to be interpreted
-        interpreter.patch_once()
+        interpreter.prepare()
     PretendTensor.data_ptr = lambda self: self.data_inside.data_ptr()  # type: ignore[method-assign]
     device_kernels._works = lambda device: device.type == "pretend"
     device_kernels.fits = lambda thetas, anchor: all(each.is_contiguous() for each in thetas)
