@@ -1,33 +1,32 @@
 """`examples/elastic.py`: islands as programs that join late, are ended, and find the finished model."""
 
 import contextlib
-import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
-import threading
+import tempfile
 import time
+
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parent.parent
 LINE = re.compile(r"clock (\d+): islands in the last round (\d+), error (\d\.\d+), sent ([\d,]+) B")
 
 
 class Program:
-    """A program under way, and what it has printed."""
+    """A program under way, and what it has printed. It is forked."""
 
-    def __init__(self, *command):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        self.lines = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def __init__(self, words, folder):
+        self._printed = pathlib.Path(tempfile.mkdtemp(dir=folder)) / "printed"
+        with self._printed.open("w") as file:
+            self.process = forked.Forked([sys.executable, *words], cwd=folder, stdout=file, stderr=file)
 
-    def _read(self):
-        self.lines.extend(iter(self.process.stdout.readline, ""))
+    @property
+    def lines(self):
+        """Those that are complete."""
+        text = self._printed.read_text()
+        return text[: text.rfind("\n") + 1].splitlines(keepends=True)
 
     def until(self, holds, seconds=300.0):
         """Waits until something holds of the lines."""
@@ -44,9 +43,7 @@ class Program:
         return self.wait()
 
     def wait(self, seconds=300.0):
-        code = self.process.wait(seconds)
-        self._reader.join(seconds)
-        return code
+        return self.process.wait(seconds)
 
     def reports(self, after=0):
         """(clock, islands, error, bytes) of every line about the run."""
@@ -60,7 +57,7 @@ class Program:
 
 @contextlib.contextmanager
 def island(folder, steps="1000000"):
-    program = Program(ROOT / "examples" / "elastic.py", folder, steps)
+    program = Program([ROOT / "examples" / "elastic.py", folder, steps], folder.parent)
     try:
         yield program
     finally:

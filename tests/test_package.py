@@ -146,31 +146,59 @@ for name in {list(COMMANDS)}:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("command", "missing"),
-    [
-        ("train --store memory://run --steps 2", "isles[store]"),
-        ("export --store memory://run", "isles[store]"),
-        ("report --store memory://run", "isles[store]"),
-        ("watch --store memory://run", "isles[store]"),
-        ("lab --store --islands 2", "moto"),
-        ("train --model hf:gpt2 --steps 2 --islands 1", "isles[hf]"),
-        ("train --data hf:some/set --steps 2 --islands 1", "pip install datasets"),
-        ("train --data some.parquet --steps 2 --islands 1", "pip install pyarrow"),
-        ("train --tensorboard --steps 2 --islands 1", "isles[tensorboard]"),
-        ("train --wandb project --steps 2 --islands 1", "pip install wandb"),
-        ("bench trainer --quick", "isles[hf]"),
-        ("bench page --quick", "playwright"),
-    ],
-)
-def test_what_needs_an_optional_part_says_so_in_one_line(command, missing, plain, tmp_path):
-    (tmp_path / "some.parquet").write_bytes(b"PAR1")
-    done = run(plain, "-m", "isles.cli", *command.split(), cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    said = [line for line in done.stderr.splitlines() if not re.match(r"reading |downloading |measuring: ", line)]
-    assert len(said) == 1, done.stderr
+MISSING = {
+    "train --store memory://run --steps 2": "isles[store]",
+    "export --store memory://run": "isles[store]",
+    "report --store memory://run": "isles[store]",
+    "watch --store memory://run": "isles[store]",
+    "lab --store --islands 2": "moto",
+    "train --model hf:gpt2 --steps 2 --islands 1": "isles[hf]",
+    "train --data hf:some/set --steps 2 --islands 1": "pip install datasets",
+    "train --data some.parquet --steps 2 --islands 1": "pip install pyarrow",
+    "train --tensorboard --steps 2 --islands 1": "isles[tensorboard]",
+    "train --wandb project --steps 2 --islands 1": "pip install wandb",
+    "bench trainer --quick": "isles[hf]",
+    "bench page --quick": "playwright",
+}
+"""Commands, and what they lack."""
+FORKS = """
+import os, sys
+import torch
+from isles.cli import main
+for number, command in enumerate(sys.argv[1:]):
+    if os.fork() == 0:
+        os.mkdir(str(number))
+        os.chdir(str(number))
+        open("some.parquet", "wb").write(b"PAR1")
+        for name, file in (("out", 1), ("err", 2)):
+            os.dup2(os.open("../%s-%d" % (name, number), os.O_CREAT | os.O_WRONLY), file)
+        sys.exit(main(command.split()))
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+"""Each command in a process and a folder of its own; Python starts once."""
+
+
+@pytest.fixture(scope="module")
+def answers(plain, tmp_path_factory):
+    """Of each command: the exit code, what it printed, and the folder it ran in."""
+    folder = tmp_path_factory.mktemp("missing")
+    done = run(plain, "-c", FORKS, *MISSING, cwd=folder)
+    codes = [int(line) for line in done.stdout.split()]
+    texts = [[(folder / f"{name}-{number}").read_text() for name in ("out", "err")] for number in range(len(codes))]
+    return {
+        command: (code, *text, folder / str(number))
+        for number, (command, code, text) in enumerate(zip(MISSING, codes, texts, strict=True))
+    }
+
+
+@pytest.mark.parametrize(("command", "missing"), MISSING.items())
+def test_what_needs_an_optional_part_says_so_in_one_line(command, missing, answers):
+    code, out, err, folder = answers[command]
+    assert code == 2, out + err
+    said = [line for line in err.splitlines() if not re.match(r"reading |downloading |measuring: ", line)]
+    assert len(said) == 1, err
     assert missing in said[0]
-    assert not (tmp_path / "runs").exists(), "a run that cannot be leaves nothing behind"
+    assert not (folder / "runs").exists(), "a run that cannot be leaves nothing behind"
 
 
 def test_it_trains_without_optional_parts(plain, tmp_path):
