@@ -14,6 +14,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401
 
 import isles.core.diloco
+import isles.elastic.world
 import isles.reproduce.train
 import isles.train.command
 import isles.train.loop

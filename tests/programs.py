@@ -3,7 +3,7 @@
 `isles train` starts a process per island, and each of them imports torch: that takes longer than a small run. Here the
 program is forked from the server of `tests.processes`, and its islands are forked from it. Everything else is as it is
 for a user: processes with pids, parents, sessions, environments, output and exit codes of their own. That a program
-starts and ends without all this is tested with programs that are started anew (`tests.test_train_run.undisturbed`).
+starts and ends without all this is tested with programs that are started anew (`tests/test_train_run.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 from tests.processes import server
 
-MOST_ISLANDS = 2
+MOST_ISLANDS = 3
 """That one program starts."""
 _numbers = itertools.count()
 
 
 class Program:
-    """`isles ARGUMENTS`: what tests use of `subprocess.Popen`. `before` is called in it first."""
+    """`isles ARGUMENTS`: what tests use of `subprocess.Popen`. `before` is called in it first, for its islands too."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ def _program(
     os.chdir(folder)
     with open(out, "wb") as output, open(err, "wb") as errors:
         _become(environment, output.fileno(), errors.fileno())
+    if before is not None:
+        before()
     spare = [_Island() for _ in range(MOST_ISLANDS)]
     popen = lambda command, **options: spare.pop(0).begin(command, **options)
     launch.subprocess = types.SimpleNamespace(Popen=popen)  # type: ignore[attr-defined]
-    if before is not None:
-        before()
     sys.exit(cli.main(arguments))
 
 

@@ -13,6 +13,7 @@ without.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -244,9 +245,13 @@ class Tower(nn.Module):
 
 def toy_gradient(island: int, step: int, index: int, weight: Tensor) -> Tensor:
     """A pull towards zero, and a push that is different on every island, at every step, for every value."""
-    place = torch.arange(weight.numel()).view(weight.shape)
-    push = (place * 37 + island * 101 + step * 53 + index * 71 + place * step) % 127 - 63
-    return weight / 64 + push / 2048
+    return weight / 64 + _push(island, step, index, weight.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _push(island: int, step: int, index: int, shape: torch.Size) -> Tensor:
+    place = torch.arange(shape.numel()).view(shape)
+    return ((place * 37 + island * 101 + step * 53 + index * 71 + place * step) % 127 - 63) / 2048
 
 
 def toy_inner_step(island: int, step: int, weights: Weights) -> None:

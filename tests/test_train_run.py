@@ -1,7 +1,7 @@
 """`isles train` with real processes: every method, kill -9, Ctrl-C, torchrun; an interrupted run ends like any other.
 
-One small run that nobody disturbs is the measure for all the others: same losses, step by step, to the last bit. It
-and the one under torchrun are started anew, as a user starts them; the others are forked (`tests.programs`).
+One small run that nobody disturbs is the measure for all the others: same losses, step by step, to the last bit. Two
+of them are started anew, as a user starts them, by itself and under torchrun; the rest is forked (`tests.programs`).
 """
 
 from __future__ import annotations
@@ -99,13 +99,14 @@ def wait_for_step(folder: Path, step: int, process: Program) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, environment):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    return folder, finish(start(["--run", str(folder), *SMALL], folder.parent, environment))
+
+
+def test_what_a_run_says_and_leaves_behind(undisturbed, tmp_path, environment):
+    folder = tmp_path / "run"
     command = [sys.executable, "-m", "isles.cli", "train", "--run", str(folder), *SMALL]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return folder, finish(subprocess.Popen(command, env=environment, **output))
-
-
-def test_what_a_run_says_and_leaves_behind(undisturbed):
-    folder, summary = undisturbed
+    summary = finish(subprocess.Popen(command, env=environment, **output))
     wanted = ("val_loss", "val_bits_per_byte", "steps", "tokens", "islands", "bytes_sent", "peak_bytes_per_step")
     assert all(name in summary for name in (*wanted, "compute_utilization", "wall_seconds", "run_dir"))
     assert summary["steps"] == STEPS
@@ -122,6 +123,7 @@ def test_what_a_run_says_and_leaves_behind(undisturbed):
     last = {(event["island"], event["fragment"]): event["num_bytes"] for event in events(folder, "send")}
     assert 0 < summary["bytes_sent"] - sent <= sum(last.values()), "the closing round"
     assert len(losses(folder)) == 2 * STEPS
+    assert losses(folder) == losses(undisturbed[0])
 
 
 def test_kill_9_of_an_island_and_resume_is_the_same_run(undisturbed, tmp_path, environment):

@@ -78,6 +78,7 @@ def test_a_run_in_a_bucket_is_seen_in_the_browser_and_in_the_terminal(
         terminal = isles(machines, environment, tmp_path, "watch", "--store", URL, "--terminal", "--json")
         with browsers.opened(browser, url) as page:
             assert f"There is no run at {URL} yet" in page.locator(".status").inner_text()
+            first = terminal.stdout.readline()
             flags = ["--steps", "100000", "--eval-every", "0", *stores.TINY, *stores.METHOD]
             training = Program(["train", "--store", URL, *flags], tmp_path, environment)
             machines.append(training)
@@ -91,9 +92,9 @@ def test_a_run_in_a_bucket_is_seen_in_the_browser_and_in_the_terminal(
             assert training.wait() == 130
             page.wait_for_selector(".state[data-phase=stopped]")
             page.locator(".rows tr[data-state=left]", has_text="island 0").wait_for()
-        out, _ = terminal.communicate()
-    assert terminal.returncode == 0
-    assert out.splitlines()[0] == f"there is no run at {URL} yet"
+        out = terminal.stdout.read()
+        assert terminal.wait() == 0
+    assert first == f"there is no run at {URL} yet\n"
     assert re.search(r"^run  stopped  clock \d+/100000  loss [\d.]+", out, re.MULTILINE)
     assert re.search(r"^0 +left +\d+ .* ago$", out, re.MULTILINE)
     [run] = json.loads(out.splitlines()[-1])["runs"]

@@ -56,6 +56,7 @@ class Sizes:
     memory_sync_every: int
     page_islands: int
     page_events: int
+    page_updates: int
     watching: watched.Sizes
     trainer: trainer.Sizes
 
@@ -80,6 +81,7 @@ FULL = Sizes(
     memory_sync_every=48,
     page_islands=64,
     page_events=100_000,
+    page_updates=9,
     watching=watched.FULL,
     trainer=trainer.FULL,
 )
@@ -98,6 +100,7 @@ QUICK = Sizes(
     memory_sync_every=24,
     page_islands=8,
     page_events=2_000,
+    page_updates=2,
     watching=watched.QUICK,
     trainer=trainer.QUICK,
 )
@@ -191,7 +194,7 @@ def _memory(sizes: Sizes) -> dict[str, Any]:
 
 
 def _page(sizes: Sizes) -> dict[str, Any]:
-    return {"page": page.measure(sizes.page_islands, sizes.page_events, sizes.watching)}
+    return {"page": page.measure(sizes.page_islands, sizes.page_events, sizes.page_updates, sizes.watching)}
 
 
 def _trainer(sizes: Sizes) -> dict[str, Any]:

@@ -29,7 +29,7 @@ PATIENCE_MILLISECONDS = 600_000
 """Of a machine that does other things, too."""
 
 
-def measure(islands: int, events: int, watching: watched.Sizes, updates: int = 9) -> dict[str, Any]:
+def measure(islands: int, events: int, updates: int, watching: watched.Sizes) -> dict[str, Any]:
     """Times of an empty page and of one with a long log; of a run while it is watched and while it is not."""
     program = _chromium()
     with tempfile.TemporaryDirectory(prefix="isles-bench-") as scratch:

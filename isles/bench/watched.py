@@ -50,7 +50,7 @@ class Sizes:
     kills: int
 
 
-FULL, QUICK = Sizes(turn_seconds=5.0, turns=8, kills=3), Sizes(turn_seconds=1.0, turns=2, kills=1)
+FULL, QUICK = Sizes(turn_seconds=5.0, turns=8, kills=3), Sizes(turn_seconds=0.2, turns=2, kills=1)
 
 
 def measure(browser: Any, sizes: Sizes) -> dict[str, Any]:
