@@ -105,7 +105,8 @@ def test_resuming_needs_no_other_flag(tmp_path):
     wanted = setup.resolve(
         {"run": str(tmp_path / "run"), "steps": 7, "method": "eager", "seed": 3}, {"sync_every": 5, "mixing": 0.25}
     )
-    setup.claim(wanted)
+    with setup.claimed(wanted):
+        pass
     again = setup.resolve({"run": str(tmp_path / "run"), "resume": True}, {})
     assert again.config.steps == 7
     assert again.config.seed == 3
@@ -138,7 +139,8 @@ def test_starting_to_train_does_not_load_torch_in_the_parent():
 
 def test_the_saved_configuration_is_plain_json(tmp_path):
     wanted = setup.resolve({"run": str(tmp_path / "run")}, {"fragments": [["a"], ["b"]]})
-    setup.claim(wanted)
+    with setup.claimed(wanted):
+        pass
     saved = json.loads((Path(wanted.config.run) / "config.json").read_text())
     assert saved["method"]["fragments"] == [["a"], ["b"]]
     assert saved["config"]["method"] == "gradual"

@@ -248,6 +248,7 @@ class Rounds:
         if isinstance(missed, Snapshot):
             self._following.load(missed)
         else:
+            self.stats.applies += 1
             self._catch_up(Due(missed.fragment, missed.round), missed.mean)
 
     def outer_state(self) -> list[dict[str, Tensor]]:

@@ -25,6 +25,7 @@ class Stats:
     bytes_received: int = 0
     sends: int = 0
     applies: int = 0
+    """Rounds whose outer steps were taken, those of the others included that this island had no part in."""
     wait_seconds: float = 0.0
     nonfinite_rounds: int = 0
     islands: int = 0

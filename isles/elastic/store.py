@@ -151,9 +151,14 @@ class ObjectStore:
 
     def _explain(self, error: Exception) -> str:
         """One line: what the server says, if it says something."""
-        text = " ".join(str(error).split("Debug source")[0].split())
+        text = _one_line(error)
         said = re.search(r"<Message>(.*?)</Message>", text) or re.search(r"status code: (\d+ [\w ]+)", text)
         return said[1] if said else text[:300]
+
+
+def _one_line(error: Exception) -> str:
+    """What obstore says, without what it says to its programmers."""
+    return " ".join(str(error).split("Debug source")[0].split())
 
 
 class NoFolderError(ValueError):
@@ -175,13 +180,18 @@ def open_store(
     url = str(url)
     scheme, separator, rest = url.partition("://")
     turn: AbstractContextManager[Any] = nullcontext()
+    if not separator or scheme in ("memory", "file"):
+        if options:
+            raise ValueError(f"{', '.join(options)}: a store in memory or in a folder has no such option")
+    elif not rest.partition("/")[0]:
+        raise ValueError(f"{url} names no bucket: give {scheme}://bucket/run")
     if separator and scheme == "memory":
         if not rest:
             raise ValueError("memory:// needs a name: memory://NAME, the same for all islands of this process")
         client, turn = _memory.setdefault(rest, (obstore.store.MemoryStore(), threading.RLock()))
     elif not separator or scheme == "file":
         folder = Path(rest if separator else url).expanduser().absolute()
-        client, url = _folder(folder, create, options), str(folder)
+        client, url = _folder(folder, create), str(folder)
     elif scheme in SCHEMES:
         client = _remote(url, timeout, options)
     else:
@@ -190,14 +200,14 @@ def open_store(
     return ObjectStore(url, client, _key(key), turn)
 
 
-def _folder(folder: Path, create: bool, options: dict[str, Any]) -> Any:
+def _folder(folder: Path, create: bool) -> Any:
     import obstore.store
 
     if not create and not folder.exists():
         raise NoFolderError(f"there is no run in {folder}: there is no such folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return obstore.store.LocalStore(folder, **options)
+        return obstore.store.LocalStore(folder)
     except OSError as error:
         raise ValueError(f"cannot use the folder {folder} as a store: {error.strerror or error}") from None
 
@@ -214,7 +224,7 @@ def _remote(url: str, timeout: float, options: dict[str, Any]) -> Any:
     try:
         return obstore.store.from_url(url, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]
     except Exception as error:
-        raise ValueError(f"cannot open the store {url}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"cannot open the store {url}: {_one_line(error)[:300]}") from None
 
 
 def _is_signed(name: str, data: memoryview) -> bool:
@@ -224,9 +234,12 @@ def _is_signed(name: str, data: memoryview) -> bool:
 
 
 def _key(key: str | bytes | None) -> bytes | None:
+    name = KEY_VARIABLE if key is None else "key"
     key = os.environ.get(KEY_VARIABLE) if key is None else key
-    if not key:
+    if key is None:
         return None
+    if not isinstance(key, (str, bytes)) or not key:
+        raise ValueError(f"{name}={key!r} must be a secret that all islands share; leave it out for a run without one")
     return key.encode() if isinstance(key, str) else key
 
 

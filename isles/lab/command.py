@@ -134,6 +134,8 @@ def _options(args: argparse.Namespace) -> tuple[lab.Options, programs.Program | 
     if args.any_command:
         if not args.flags:
             raise ValueError("--command needs a command after `--`, such as -- hostname")
+    elif args.islands < 2:
+        raise ValueError(f"--islands {args.islands} has no link to measure: give 2 or more")
     else:
         program = programs.timed(args.flags) if args.timed else programs.train(args.flags, args.islands, args.nproc)
     name = program.config.method if program else Path(args.flags[0]).name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
 from isles.train.launch import LOST_PEER, STOPPED, launch, launch_elastic, watching
 from isles.view import report
-from isles.view.runs import Run
+from isles.view.runs import Run, summarize
 from isles.view.table import table
+
+OF_ALL_ISLANDS = ("bytes_sent", "peak_bytes_per_step", "compute_utilization", "tokens_per_second", "wall_seconds")
+"""What `isles train --store` says of the islands that it has started, as its table does."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,9 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
         wanted = store_run.resolve(chosen, knobs)
         setup.save(wanted)
-        return _show(launch_elastic(wanted.config))
+        own = launch_elastic(wanted.config)
+        whole = summarize([Run.load(own["run_dir"])])[0]
+        return _show({**own, **{name: getattr(whole, name) for name in OF_ALL_ISLANDS}})
     wanted = setup.resolve(chosen, knobs)
     if "RANK" in os.environ:
         summary = _one_rank(wanted)
@@ -47,8 +52,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
             wanted.config.islands if wanted.config.island_data else 1
         ):  # once for all, before they start
             prepare_data(wanted.config, island, say=lambda line: print(line, file=sys.stderr))
-        setup.claim(wanted)
-        summary = launch(wanted.config)
+        with setup.claimed(wanted):
+            summary = launch(wanted.config)
     return summary if summary is None else _show(summary)
 
 
@@ -78,15 +83,17 @@ def _join_and_train(wanted: setup.Setup) -> dict[str, Any] | None:
     config = wanted.config
     place = find_place(config)
     problem = ""
-    if place.rank == 0:
-        try:
-            setup.claim(wanted)
-        except ValueError as error:
-            problem = str(error)
-    if problem := place.gather(problem)[0]:
-        raise ValueError(problem)
-    Path(config.run).mkdir(parents=True, exist_ok=True)
-    with watching(config) if place.rank == 0 else nullcontext():
+    with ExitStack() as stack:
+        if place.rank == 0:
+            try:
+                stack.enter_context(setup.claimed(wanted))
+            except ValueError as error:
+                problem = str(error)
+        if problem := place.gather(problem)[0]:
+            raise ValueError(problem)
+        Path(config.run).mkdir(parents=True, exist_ok=True)
+        if place.rank == 0:
+            stack.enter_context(watching(config))
         summary = Trainer(config, wanted.method(), place).run()
     leave()
     return summary if place.rank == 0 else None

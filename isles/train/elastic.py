@@ -26,8 +26,9 @@ from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
 from isles.train.launch import STOP_FILE
 from isles.train.learning_rate import resolved
-from isles.train.loop import Stopped, final_evals, final_sample
+from isles.train.loop import Stopped, check_evals, final_evals, final_sample
 from isles.train.model import build_model
+from isles.train.place import find_device
 from isles.train.step import autocast, backward, inner_optimizer, update
 from isles.train.synchronise import Cost, describe
 from isles.view import events
@@ -42,7 +43,8 @@ class ElasticTrainer:
     def __init__(self, config: TrainConfig, method: isles.Method) -> None:
         self.method, self.folder, self._parent = method, Path(config.run), os.getppid()
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.islands))
-        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = find_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
+        check_evals(config)
         self.tokens, self._train = prepare_data(config, 0)
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, self.tokens.vocabulary).to(self.device)
@@ -58,7 +60,7 @@ class ElasticTrainer:
         self._early: list[isles.Event] = []
         self._publisher: Publisher | None = None
         self._numbers: tuple[int, Batches] | None = None
-        self._began, self._seconds, self._engine_seconds = time.time(), 0.0, 0.0
+        self._began, self._seconds, self._engine_seconds, self._peak_bytes = time.time(), 0.0, 0.0, 0
 
     # ---- the run
 
@@ -144,6 +146,7 @@ class ElasticTrainer:
         cost = Cost(stats.wait_seconds, self.diloco.engine_seconds, stats.bytes_sent, stats.bytes_received) - spent
         self._seconds += seconds
         self._engine_seconds += cost.engine_seconds
+        self._peak_bytes = max(self._peak_bytes, cost.bytes_sent)
         self._write(
             "step",
             step=self.diloco.clock,
@@ -198,7 +201,7 @@ class ElasticTrainer:
             "islands": self.world.size,
             "parameters": self.parameters,
             "bytes_sent": stats.bytes_sent,
-            "peak_bytes_per_step": 0,
+            "peak_bytes_per_step": self._peak_bytes,
             "compute_utilization": 1 - self._engine_seconds / self._seconds if self._seconds else 1.0,
             "tokens_per_second": self.diloco.step_count * self.tokens_per_step / self._seconds if self._seconds else 0,
             "wall_seconds": wall,

@@ -86,14 +86,15 @@ def launch_elastic(config: TrainConfig) -> dict[str, Any]:
 
 @contextmanager
 def watching(config: TrainConfig) -> Iterator[None]:
-    """Shows the run's progress, and feeds other viewers of the event log, until the block ends."""
+    """Shows the progress from now on, and feeds other viewers of the event log, until the block ends."""
     over = threading.Event()
-    path = Path(config.run) / "events.jsonl"
+    path = Path(config.run) / events.FILE_NAME
+    begin = path.stat().st_size if path.exists() else 0
     watchers = _watchers(config)
     with _page(config), Progress(total_steps=config.steps) as progress:
 
         def watch() -> None:
-            for event in events.follow(path, over.is_set):
+            for event in events.follow(path, over.is_set, position=begin):
                 for watcher in (progress.feed, *watchers):
                     watcher(event)
 

@@ -54,6 +54,7 @@ class Trainer:
             batch_size=config.batch_size * config.accumulate,
             sequence_length=config.sequence_length,
         )
+        check_evals(config)
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, self.tokens.vocabulary).to(place.device)
         config = self.config = resolved(config, sum(parameter.numel() for parameter in self.model.parameters()))
@@ -136,12 +137,9 @@ class Trainer:
             return 0
         alone = [] if self.together else self.checkpoints.steps()
         held = [*alone, *self.sharded_checkpoints.steps()]
-        step = newest_common(self.place.gather(held))
+        step = newest_common(every := self.place.gather(held))
         if step is None:
-            if self.together and self.checkpoints.steps():
-                raise ValueError(
-                    "the checkpoints were made by islands of one rank each: resume with --ranks-per-island 1"
-                )
+            self._check_nothing_is_lost(every)
             return 0
         if step in self.sharded_checkpoints.steps():
             saved = {**self.sharded_checkpoints.about(step), "state": synchroniser.state_dict(sharded=True)}
@@ -155,6 +153,10 @@ class Trainer:
                 raise ValueError(
                     f"the checkpoint was made with {flag} {then.get(name)}, not {now[name]}: resume with the same"
                 )
+        if now["islands"] != then["islands"]:
+            raise ValueError(
+                f"the checkpoint was made by {then['islands']} islands, not {now['islands']}: resume with as many"
+            )
         ranks, ranks_then = self.place.ranks_per_island, saved.get("ranks", 1)
         if now["batch_size"] * ranks != then["batch_size"] * ranks_then:
             wanted = then["batch_size"] * ranks_then / ranks
@@ -166,6 +168,21 @@ class Trainer:
         self.log.totals.bytes_sent = self.log.totals.bytes_sent * ranks_then // ranks
         synchroniser.load_state_dict(saved["state"])
         return step
+
+    def _check_nothing_is_lost(self, held: list[list[int]]) -> None:
+        """Raises ValueError if --resume would start anew over something that was trained. `held`: steps, by rank."""
+        if self.together and self.checkpoints.steps():
+            raise ValueError("the checkpoints were made by islands of one rank each: resume with --ranks-per-island 1")
+        islands = {rank // self.place.ranks_per_island for rank, steps in enumerate(held) if steps}
+        if islands and len(islands) < self.place.islands:
+            few = f"{len(islands)} islands of {self.place.islands} hold checkpoints"
+            raise ValueError(f"{few}: resume with as many islands as before")
+        if islands:
+            raise ValueError(f"there is no step of which all islands hold a checkpoint: they hold {held}")
+        if any(self.place.gather((self.folder / export.WEIGHTS).exists())):
+            raise ValueError(
+                f"the run in {self.folder} has ended, and left no checkpoint to go on from: --overwrite starts it anew"
+            )
 
     # ---- evaluation and summary
 
@@ -200,6 +217,13 @@ class Trainer:
         sent, wall = self.log.total()["bytes_sent"], time.time() - self.log.began
         tokens = step * self.log.tokens_per_step
         self.log.write("eval", step=step, tokens=tokens, bytes_sent=sent, wall_seconds=wall, **found)
+
+
+def check_evals(config: TrainConfig) -> None:
+    """Raises ValueError if a multiple-choice set cannot be read: at the start, not when everything is trained."""
+    for file in filter(None, config.evals.split(",")):
+        for _ in evals.questions(file):
+            pass
 
 
 def final_evals(model: nn.Module, tokens: TokenSet, config: TrainConfig) -> dict[str, Any]:

@@ -66,6 +66,20 @@ def count_islands(ranks_per_island: int) -> int:
     return max(1, int(os.environ.get("WORLD_SIZE", 1)) // ranks_of_an_island(ranks_per_island))
 
 
+def find_device(wanted: str, local_rank: int) -> torch.device:
+    """That of --device, or a GPU where there is one. Raises ValueError for a device that is not there."""
+    try:
+        device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device {wanted} is not known: say cpu or cuda") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {wanted}: torch finds no GPU here, and isles doctor says what it finds")
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
+
+
 def find_place(config: TrainConfig) -> Place:
     """Joins the others, sets threads and device."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -73,10 +87,7 @@ def find_place(config: TrainConfig) -> Place:
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     ranks_per_island = ranks_of_an_island(config.ranks_per_island)
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // on_this_machine))
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = find_device(config.device, local_rank)
     if world_size % ranks_per_island:
         raise ValueError(f"{world_size} ranks cannot be shared out to islands of {ranks_per_island} ranks")
     mesh = None

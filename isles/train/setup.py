@@ -1,7 +1,8 @@
 """From flags to a run's folder, and back: the resolved configuration, written once, read by every island.
 
-`resolve` turns flags into a `Setup`; with --resume they go on top of what the folder says. `claim` makes the folder, or
-refuses to touch what is in it, and saves the Setup there; `load` reads it again.
+`resolve` turns flags into a `Setup`; with --resume they go on top of what the folder says. `claimed` makes the folder,
+or refuses to touch what is in it, and saves the Setup there; `load` reads it again. A mistake that shows before
+training has begun leaves the folder as it was.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import importlib.util
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isles.core.method import Method
 from isles.train.config import TrainConfig
+from isles.view import events
 
 FILE = "config.json"
 
@@ -41,6 +45,9 @@ class Setup:
 
 def resolve(chosen: dict[str, Any], knobs: dict[str, Any]) -> Setup:
     """What the flags mean, under torchrun for the islands that it has started. Raises ValueError for what cannot be."""
+    for name in ("quorum", "patience_seconds"):
+        if name in chosen:
+            raise ValueError(f"--{name.replace('_', '-')} is for islands that come and go: give their --store too")
     folder = Path(chosen.get("run") or "")
     if chosen.get("resume") and chosen.get("run") and (folder / FILE).exists():
         saved = load(folder)
@@ -87,22 +94,53 @@ def check_free(config: TrainConfig) -> None:
             raise ValueError(f"--overwrite replaces runs, and {folder} is none: remove it yourself, or name another")
 
 
-def claim(setup: Setup) -> None:
-    """Makes the run's folder, empty unless the run is resumed, and writes the configuration into it."""
+@contextmanager
+def claimed(setup: Setup) -> Iterator[None]:
+    """Makes the run's folder, empty unless the run is resumed, with the configuration in it, for a run in the block.
+
+    A ValueError before training has begun is a user's mistake: the folder is then what it was before.
+    """
     config, folder = setup.config, Path(setup.config.run)
     check_free(config)
     if folder.is_dir() and not config.resume:
         shutil.rmtree(folder)
+    is_new = not folder.is_dir() or not any(folder.iterdir())
+    before = (folder / FILE).read_text() if (folder / FILE).exists() else None
+    starts = _starts(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save(setup)
+    try:
+        yield
+    except ValueError:
+        if _starts(folder) == starts:
+            if is_new:
+                shutil.rmtree(folder)
+            elif before is None:
+                (folder / FILE).unlink()
+            else:
+                _write(folder, before)
+        raise
+
+
+def _starts(folder: Path) -> int:
+    """How often training has begun in a folder."""
+    try:
+        return sum(event["event"] == "config" for event in events.read(folder))
+    except ValueError:  # no log yet, or an empty one
+        return 0
 
 
 def save(setup: Setup) -> None:
     """Writes the resolved configuration into the run's folder."""
     method = setup.method()
     text = {"config": setup.config.as_dict(), "knobs": setup.knobs, "method": method.as_dict() if method else None}
-    part = Path(setup.config.run) / (FILE + ".part")
-    part.write_text(json.dumps(text, indent=1) + "\n")
+    _write(Path(setup.config.run), json.dumps(text, indent=1) + "\n")
+
+
+def _write(folder: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = folder / (FILE + ".part")
+    part.write_text(text)
     part.rename(part.with_suffix(""))
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import isles
-from isles.elastic.store import ObjectStore, open_store, probe
+from isles.elastic.store import NoFolderError, ObjectStore, open_store, probe
+from isles.train.batches import Batches
 from isles.train.config import TrainConfig
 from isles.train.data import prepare_data
 from isles.train.export import TOKENIZER, WEIGHTS, put_tensors
@@ -40,14 +41,20 @@ MAX_MODEL_BYTES = 1 << 40
 
 def resolve(chosen: dict[str, Any], knobs: dict[str, Any]) -> Setup:
     """The run behind `--store` with these flags; makes it if there is none. Raises ValueError for flags that differ."""
-    store = open_store(chosen["store"])
-    probe(store)
-    own = {"islands": 1, **chosen, "store": store.url}
+    own = {"islands": 1, **chosen}
     if not own.get("run"):
-        own["run"] = f"runs/{store.url.rstrip('/').rpartition('/')[2] or 'store'}"
-    data = store.get(SETTINGS)
+        own["run"] = f"runs/{str(own['store']).rstrip('/').rpartition('/')[2] or 'store'}"
+    made = Setup(TrainConfig(**own), knobs)
+    made.method()
+    data = _settings(own["store"])
+    tokenizer = _checked(made) if data is None else b""
+    store = open_store(own["store"])
+    probe(store)
+    own["store"] = store.url
     if data is None:
-        _make(store, Setup(TrainConfig(**own), knobs))
+        text = {"config": {**made.config.as_dict(), "store": store.url}, "knobs": knobs}
+        store.put(TOKENIZER, tokenizer, create=True)
+        store.put(SETTINGS, json.dumps(text, indent=1).encode(), create=True)  # unless somebody else was faster
         data = store.get(SETTINGS)
         assert data is not None
     there = _parse(data, store.url)
@@ -65,19 +72,31 @@ def resolve(chosen: dict[str, Any], knobs: dict[str, Any]) -> Setup:
     return _with_tokenizer(store, setup)
 
 
-def _make(store: ObjectStore, setup: Setup) -> None:
-    """Makes the run, unless somebody else is faster."""
+def _settings(url: str) -> bytes | None:
+    """Of the run that is there; a folder is not made for that."""
+    try:
+        return open_store(url, create=False).get(SETTINGS)
+    except NoFolderError:
+        return None
+
+
+def _checked(setup: Setup) -> bytes:
+    """The tokenizer of a run that can be made. A mistake has to show here: what is in a store stays there, and others
+    join it.
+    """
     if setup.config.method == "data-parallel":
         raise ValueError("--store joins islands, and --method data-parallel has none: choose another method")
     method = setup.method()
-    if method is not None and method.update == "eager":
+    assert method is not None
+    if method.update == "eager":
         raise ValueError("--store does not go with eager updates: use --method distant, which is as late")
     if setup.config.island_data:
         raise ValueError("--island-data names a source per island, and with --store their number is not known")
-    tokens, _ = prepare_data(setup.config, 0)
-    store.put(TOKENIZER, Path(tokens.tokenizer_file).read_bytes(), create=True)
-    text = {"config": setup.config.as_dict(), "knobs": setup.knobs}
-    store.put(SETTINGS, json.dumps(text, indent=1).encode(), create=True)
+    tokens, train = prepare_data(setup.config, 0)
+    Batches(train, seed=0, island=0, islands=1, batch_size=1, sequence_length=setup.config.sequence_length)
+    model = build_model(setup.config.model, tokens.vocabulary)
+    isles.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.0), method, world=isles.LocalWorld.alone()).close()
+    return Path(tokens.tokenizer_file).read_bytes()
 
 
 def _parse(data: bytes, url: str) -> dict[str, Any]:

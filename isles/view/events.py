@@ -118,13 +118,15 @@ def read(run: str | os.PathLike[str]) -> list[Event]:
     return latest(events)
 
 
-def follow(run: str | os.PathLike[str], stop: Callable[[], bool], poll_seconds: float = 0.1) -> Iterator[Event]:
-    """Yields events as they are written, from the beginning of the file, which need not exist yet.
+def follow(
+    run: str | os.PathLike[str], stop: Callable[[], bool], poll_seconds: float = 0.1, *, position: int = 0
+) -> Iterator[Event]:
+    """Yields events as they are written, from a position in the file, which need not exist yet.
 
     Ends when `stop()` is true and everything written by then has been yielded. Nothing is left out: after a
     resume, steps come again.
     """
-    path, rest, position = Path(run), b"", 0
+    path, rest = Path(run), b""
     while True:
         last_look = stop()  # asked before reading: what was written before the stop is still read
         file = locate(path)

@@ -25,6 +25,8 @@ class Step:
     bytes_sent: int = 0
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
+    engine_seconds: float = 0.0
+    """Spent in isles, waiting included."""
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -140,7 +142,9 @@ class Run:
             step.wall_seconds = max(step.wall_seconds, wall_seconds)
             step.bytes_sent += int(event.get("bytes_sent") or 0)
             step.step_seconds += float(event.get("seconds") or 0.0)
-            step.wait_seconds += float(event.get("wait_seconds") or 0.0)
+            waited = float(event.get("wait_seconds") or 0.0)
+            step.wait_seconds += waited
+            step.engine_seconds += float(event.get("engine_seconds") or waited)
             if event.get("loss") is not None:
                 step.losses.append(float(event["loss"]))
         return [steps[number] for number in sorted(steps)]
@@ -241,7 +245,7 @@ def _summary(run: Run) -> Summary:
     elastic = any(event["event"] == "join" for event in run.events)
     end, last_eval = of_the_whole(run.end or {}, elastic), (run.evals or [{}])[-1]
     seconds = sum(step.step_seconds for step in run.steps)
-    waited = sum(step.wait_seconds for step in run.steps)
+    in_isles = sum(step.engine_seconds for step in run.steps)
     tokens = run.steps[-1].tokens if run.steps else 0
     wall = run.steps[-1].wall_seconds if run.steps else 0.0
     worked_out: dict[str, Any] = {
@@ -249,7 +253,7 @@ def _summary(run: Run) -> Summary:
         "val_bits_per_byte": last_eval.get("val_bits_per_byte"),
         "bytes_sent": sum(step.bytes_sent for step in run.steps),
         "peak_bytes_per_step": max((step.bytes_sent for step in run.steps), default=0),
-        "compute_utilization": 1 - waited / seconds if seconds else None,
+        "compute_utilization": 1 - in_isles / seconds if seconds else None,
         "tokens_per_second": tokens / wall if wall else None,
         "wall_seconds": wall,
         "steps": run.steps[-1].step if run.steps else 0,

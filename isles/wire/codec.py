@@ -72,8 +72,9 @@ class Codec:
 
     def encode_if_finite(self, values: Tensor, out: Tensor | None = None) -> Tensor | None:
         """The same, or None if a value is not finite."""
-        if not values.is_floating_point():
-            raise ValueError(f"{self.name} encodes floating-point tensors, not {values.dtype}")
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            found = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"{self.name} encodes floating-point tensors, not {found}")
         flat = values.detach().reshape(-1).float().contiguous()
         if out is None:
             out = torch.empty(self.num_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
