@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from isles.bench.memory import Ledger
 from isles.bench.training import Training
 from isles.cli import main
 from isles.wire import fused
+from tests import forked
 
 RANGES = ("isles.outer_gradient", "isles.encode", "isles.wait", "isles.outer_step", "isles.mix")
 
@@ -26,8 +26,8 @@ RANGES = ("isles.outer_gradient", "isles.encode", "isles.wait", "isles.outer_ste
 def quick(tmp_path_factory):
     """One quick run in a process of its own: what it printed, and the page."""
     page = tmp_path_factory.mktemp("bench") / "docs" / "performance.md"
-    command = [sys.executable, "-m", "isles.cli", "bench", "--quick", "--json", "--document", str(page)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    words = ["-m", "isles.cli", "bench", "--quick", "--json", "--document", page]
+    done = forked.run(words, page.parent.parent)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stdout, page.read_text("utf-8")
 

@@ -1,6 +1,7 @@
 """The package: what is built holds everything, and works in an environment that has only what it declares."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -302,8 +303,8 @@ def test_types_are_seen_in_a_users_project(plain, tmp_path):
     """mypy in an empty project, on the installed package."""
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "wrong.py").write_text(WRONG)
-    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(plain), "user.py", "wrong.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.devnull, "--python-executable", str(plain)]
+    done = subprocess.run([*command, "user.py", "wrong.py"], cwd=tmp_path, capture_output=True, text=True)
     errors = re.findall(r"^(\w+)\.py:(\d+): error:", done.stdout, re.MULTILINE)
     assert errors == [("wrong", str(line)) for line in (4, 5, 6, 7)], done.stdout + done.stderr
     revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
