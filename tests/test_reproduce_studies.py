@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from isles import cli
-from isles.reproduce import studies
+from isles.reproduce import results, studies
+from isles.reproduce.job import Text
 from isles.reproduce.scale import SCALES
 from isles.reproduce.study import Records
 
@@ -79,6 +80,21 @@ def test_a_study_goes_on_elsewhere_from_what_was_written(reproduce, folder, monk
     assert "1 runs to go" in err
     assert [each["key"] for each in json.loads(written.read_text())["records"]] == [each["key"] for each in records]
     assert not begun.exists()
+
+
+def test_runs_of_later_seeds_are_kept_while_earlier_ones_are_written(reproduce, folder):
+    assert reproduce("recipe", "--scale", "quick")[0] == 0
+    written = folder / "results" / "recipe.json"
+    whole = json.loads(written.read_text())["records"]
+    later = [{**record, "key": f"later {record['key']}"} for record in whole]
+    written.with_suffix(".part.jsonl").write_text(json.dumps(later[0]) + "\n")
+    content = {**json.loads(written.read_text()), "records": [*whole, later[1]]}
+    written.write_text(json.dumps(content))
+    about = (studies.study("recipe"), SCALES["quick"], Text("synthetic:0.1"))
+    results.write(*about, whole, "isles reproduce recipe", written)
+    assert results.finished(written).keys() == {each["key"] for each in (*whole, *later[:2])}
+    results.write(*about, [*whole, *later[:2]], "isles reproduce recipe", written)
+    assert not written.with_suffix(".part.jsonl").exists()
 
 
 def test_list(reproduce):

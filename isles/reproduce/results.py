@@ -30,7 +30,10 @@ def record_of(task: Task, outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(study: Study, scale: Scale, text: Text, records: list[dict[str, Any]], command: str, path: Path) -> None:
-    """Writes results and findings of a study."""
+    """Writes results and findings of a study. Other runs that are there already stay beside it: they may be of a later
+    seed.
+    """
+    left = _others(records, path)
     found = [vars(finding) for finding in study.findings(Records(records))]
     content = {
         "study": study.name,
@@ -46,29 +49,36 @@ def write(study: Study, scale: Scale, text: Text, records: list[dict[str, Any]],
     }
     head = json.dumps(content, indent=1)[:-2]
     rows = ",\n  ".join(json.dumps(record) for record in records)  # a run per line: readable, and small in a diff
+    if left:
+        _write(_unfinished(path), _lines(left))
     _write(path, f'{head},\n "records": [\n  {rows}\n ]\n}}\n')
-    _unfinished(path).unlink(missing_ok=True)
+    if not left:
+        _unfinished(path).unlink(missing_ok=True)
 
 
 def keep(records: list[dict[str, Any]], path: Path) -> None:
     """Writes the runs of a study that has not run every configuration yet, one per line, beside where it will be. Runs
     that are there already stay: they may be of a later seed.
     """
-    new = {record["key"] for record in records}
-    kept = [*records, *(record for record in _begun(path) if record["key"] not in new)]
-    _write(_unfinished(path), "".join(json.dumps(record) + "\n" for record in kept))
+    _write(_unfinished(path), _lines([*records, *_others(records, path)]))
 
 
 def finished(path: Path) -> dict[str, dict[str, Any]]:
     """Outcomes by key, as far as they have been written: on another machine a study goes on where it was left."""
-    whole = read(path)["records"] if path.exists() else []
     about = ("name", "key", "job")
-    return {r["key"]: {name: v for name, v in r.items() if name not in about} for r in [*whole, *_begun(path)]}
+    return {r["key"]: {name: v for name, v in r.items() if name not in about} for r in _others([], path)}
 
 
-def _begun(path: Path) -> list[dict[str, Any]]:
+def _others(records: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """What has been written of a study, besides these."""
     lines = _unfinished(path).read_text("utf-8").splitlines() if _unfinished(path).exists() else []
-    return [json.loads(line) for line in lines]
+    written = [*(read(path)["records"] if path.exists() else []), *(json.loads(line) for line in lines)]
+    known = {record["key"] for record in records}
+    return list({record["key"]: record for record in written if record["key"] not in known}.values())
+
+
+def _lines(records: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def _unfinished(path: Path) -> Path:
