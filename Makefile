@@ -1,5 +1,5 @@
 # make install   a virtual environment in .venv with everything in it (again: nothing to do)
-# make demo      the main job
+# make demo      trains a small model on two islands, data-parallel, and on one island alone; compares them
 # make test      all tests
 # make lint      style, format, types
 # make bench     speed, as ratios

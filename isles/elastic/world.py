@@ -138,6 +138,11 @@ class StoreWorld:
         return self._joined.clock
 
     @property
+    def log_clock(self) -> int:
+        """Where in the schedule the global model is: an island that joins it starts there."""
+        return self._joined.numbering.clock_after(self.last_round)
+
+    @property
     def _joined(self) -> Session | Follower:
         if self._session is None:
             raise RuntimeError("this island has not joined its run: isles.DiLoCo does that")

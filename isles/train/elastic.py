@@ -84,7 +84,8 @@ class ElasticTrainer:
                 self._evaluate_if_due(clock)
         self._publisher.stop()
         if diloco.clock < config.steps:
-            raise Stopped(f"island {self.world.rank} has left at clock {diloco.clock} of {config.steps}")
+            left = f"island {self.world.rank} has left at clock {diloco.clock} of {config.steps}"
+            raise Stopped(f"{left}; the run goes on at clock {max(diloco.clock, self.world.log_clock)}")
         return self._finish()
 
     def _start(self) -> None:

@@ -260,9 +260,8 @@ def _summary(run: Run) -> Summary:
         "tokens": tokens,
     }
     known: dict[str, Any] = {name: value if end.get(name) is None else end[name] for name, value in worked_out.items()}
-    return Summary(
-        name=run.name, method=run.method_name, finished=run.end is not None, byte_ratio=None, worth=None, **known
-    )
+    method = "one island" if run.alone and run.data_parallel else run.method_name
+    return Summary(name=run.name, method=method, finished=run.end is not None, byte_ratio=None, worth=None, **known)
 
 
 def _rounds(events: list[Event]) -> list[Round]:

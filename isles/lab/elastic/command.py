@@ -6,7 +6,8 @@
     isles lab --store --timed --islands 4 --bandwidth 50Mbit -- --overlap 50
 
 What follows `--` are flags of `isles train`. With --churn it is a run to its last step, and an undisturbed one of as
-many rounds and counted steps; with --timed, islands whose compute is a sleep, on the store and on torch.distributed.
+many rounds and no fewer counted steps; with --timed, islands whose compute is a sleep, on the store and on
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from isles.lab.shaping import Shape, parse_share
 from isles.plan.quantities import parse_bandwidth, parse_seconds
 from isles.view import units
 
+SLACK = 0.05
+"""Of an island: so much of its steps may be missing in the run that churn is compared with."""
 MOST_MORE = 1
 """Islands beyond those at the start that churn may have at a time; and as many fewer."""
-LEAST_SHARE = 0.05
-"""An island with a smaller share of the steps is left out of the run that churn is compared with."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -136,10 +137,16 @@ def _timed(args: argparse.Namespace, say: Say) -> dict[str, Any]:
 
 
 def _churn(options: Options, every: float, seed: int, say: Say) -> dict[str, Any]:
-    """A run in churn, and an undisturbed one of as many rounds and counted steps."""
+    """A run in churn, and an undisturbed one of as many rounds and no fewer counted steps.
+
+    Of the second only the loss is compared, so its steps take half the time.
+    """
     own = dataclasses.replace(options, folder=options.folder / "churn", spares=MOST_MORE)
     disturbed = run.churn(own, every, max(1, options.islands - MOST_MORE), seed, say)
-    calm = run.undisturbed(alike(options, disturbed["counted_steps"]), say)
+    count = max(1, math.ceil(disturbed["counted_steps"] / options.program.config.steps - SLACK))
+    half = options.step_seconds / 2
+    same = dataclasses.replace(options, folder=options.folder / "calm", islands=count, step_seconds=half)
+    calm = run.undisturbed(same, say)
     losses = disturbed["val_loss"], calm["val_loss"]
     ratio = losses[0] / losses[1] if None not in losses else None
     kills = sum(each["kind"] == "kill" for each in disturbed["injected"])
@@ -153,23 +160,6 @@ def _churn(options: Options, every: float, seed: int, say: Say) -> dict[str, Any
     print(f"ratio         {'-' if ratio is None else f'{ratio:.4f}'}")
     sound = all(map(matrix.is_sound, (disturbed, calm))) and ratio is not None
     return lab.written(options.folder, {"loss_ratio": ratio, "sound": sound, "churn": disturbed, "undisturbed": calm})
-
-
-def alike(options: Options, counted_steps: float) -> Options:
-    """An undisturbed run of as many rounds, with so many counted steps.
-
-    The loss depends on both. Whole islands cannot have both, so the last island is slower than the others: it is in the
-    rounds with fewer steps. Only the loss is compared, so all steps take half the time.
-    """
-    islands = max(1.0, counted_steps / options.program.config.steps)
-    count = math.ceil(islands - LEAST_SHARE)
-    return dataclasses.replace(
-        options,
-        folder=options.folder / "calm",
-        islands=count,
-        slower={count - 1: 1 / (islands - (count - 1))},
-        step_seconds=options.step_seconds / 2,
-    )
 
 
 def _duration(record: dict[str, Any]) -> str:
