@@ -130,6 +130,17 @@ def frontier(rate: float) -> Runs:
     }
 
 
+def four_islands() -> Runs:
+    """`Method.gradual` on four islands with one thing changed: what do more islands want?"""
+    table: dict[str, dict[str, Any]] = {
+        "H = 15": {"sync_every": 15},
+        "100 x 3": {"dense_start": [(100, 3)]},
+        "outer lr 1.2": {"outer_lr": 1.2},
+    }
+    gradual, label = isles.Method.gradual(sync_every=30).as_dict(), "demo adamw M=4: gradual, "
+    return {(label + name, 12): job("demo", 12, {**gradual, **knobs}, islands=4) for name, knobs in table.items()}
+
+
 def about(setting: str, changes: dict[str, Any]) -> str:
     length = f" x{changes['steps']}" if "steps" in changes else ""
     return f"{setting} {changes.get('inner', 'adamw')} M={changes.get('islands', 2)}{length}"
@@ -162,6 +173,7 @@ GROUPS: dict[str, Callable[[], Runs]] = {
     "twice": lambda: longer(2),
     "four-times": lambda: longer(4),
     "eight-islands": lambda: sides("demo", {"parallel": [6], "gradual": [12]}, islands=8),
+    "four-islands": four_islands,
     "muon": lambda: muon(22),
     "frontier": lambda: frontier(2.6),
     "late": late,
