@@ -21,7 +21,7 @@ class TrainConfig:
     run: str = ""
     """Folder of the run: configuration, events, checkpoints, report (default: runs/METHOD-MODEL-SEED)."""
     resume: bool = False
-    """Continue the run in that folder from its last checkpoint; start it if there is none."""
+    """Continue the run in that folder from its last checkpoint, with as many islands; start it if there is none."""
     overwrite: bool = False
     """Remove a run that is there already."""
     islands: int = 2
