@@ -85,6 +85,8 @@ def long_period() -> Runs:
         "gradual, 50 x 3": {**gradual, "dense_start": [(50, 3)]},
         "gradual, 100 x 3": {**gradual, "dense_start": [(100, 3)]},
         "gradual, 100 x 3, warm-up 5": {**gradual, "dense_start": [(100, 3)], "warmup_rounds": 5},
+        "gradual, 50 x 3, warm-up 6": {**gradual, "dense_start": [(50, 3)], "warmup_rounds": 6},
+        "gradual, 50 x 3, warm-up 3": {**gradual, "dense_start": [(50, 3)], "warmup_rounds": 3},
     }
     return {(f"demo adamw M=2: H=100, {name}", 12.0): job("demo", 12, knobs) for name, knobs in table.items()}
 
