@@ -78,7 +78,7 @@ def late() -> Runs:
 
 def long_period() -> Runs:
     """H = 100: fifteen periods in all. What does the start have to be?"""
-    gradual = isles.Method.gradual(sync_every=100).as_dict()  # 50 rounds of 10 steps, a third of the run
+    gradual = {**isles.Method.gradual(sync_every=100).as_dict(), "dense_start": [(50, 10)], "warmup_rounds": 20}
     table = {
         "streaming": {"sync_every": 100},
         "gradual": gradual,

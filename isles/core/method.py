@@ -168,15 +168,19 @@ class Method:
 
     @classmethod
     def gradual(cls, **knobs: Any) -> Method:
-        """Streaming DiLoCo with a gradual start, ours, for short runs as well as long ones: fifty rounds of a tenth of
-        the period, plainly averaged, then twenty over which momentum grows (docs/log.md, "Every island counts").
+        """Streaming DiLoCo with a gradual start, ours, for short runs as well as long ones: fifty to a hundred rounds
+        of three steps, plainly averaged, then 600 steps, at most twenty rounds, over which momentum grows
+        (docs/log.md, "Every island counts").
 
-        >>> Method.gradual(sync_every=30).dense_start
-        ((50, 3),)
+        >>> method = Method.gradual(sync_every=100)
+        >>> method.dense_start, method.warmup_rounds
+        (((100, 3),), 6)
         """
         sync_every = knobs.get("sync_every", cls.sync_every)
-        start = [(50, max(1, sync_every // 10))] if _is_integer(sync_every, 1) else []
-        return cls.streaming(**{"dense_start": start, "warmup_rounds": 20, "outer_lr": 0.9, "mixing": 0.25, **knobs})
+        every = sync_every if _is_integer(sync_every, 1) else 30  # what cannot be is refused where it is checked
+        dense = (min(100, max(50, every)), min(3, max(1, every // 10)))
+        start = {"dense_start": [dense], "warmup_rounds": min(20, max(1, 600 // every))}
+        return cls.streaming(**{**start, "outer_lr": 0.9, "mixing": 0.25, **knobs})
 
     @classmethod
     def delayed(cls, **knobs: Any) -> Method:
