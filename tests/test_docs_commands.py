@@ -115,8 +115,8 @@ def filled(text):
 
 def test_make_demo(tmp_path):
     """The target's own commands, as make would run them."""
-    ready = ["-n", "--no-print-directory", "-f", ROOT / "Makefile", "-o", "install", *shlex.split(RUN["make demo"]), "demo"]
-    listed = start(shlex.join(map(str, ["make", *ready])), tmp_path).splitlines()
+    make = ["make", "-n", "--no-print-directory", "-f", ROOT / "Makefile", "-o", "install"]
+    listed = start(shlex.join(map(str, [*make, *shlex.split(RUN["make demo"]), "demo"])), tmp_path).splitlines()
     assert len(listed) == 4
     printed = "".join(start(command, tmp_path) for command in listed)
     table = printed[printed.rindex("run  ") :].splitlines()
