@@ -5,6 +5,7 @@ and what a device holds at the most.
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -111,6 +112,7 @@ def memory(rank, method, outer_device):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def step():
+        time.sleep(0.05)  # compute: a step takes longer than what goes on beside it, which gives its memory back
         model(rows).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
