@@ -121,8 +121,8 @@ def test_the_json_of_a_store_says_what_the_table_says(tmp_path, capsys):
     ("url", "arguments", "said"),
     [
         ("memory://mistakes", {"patiance": 3}, "patiance: a store in memory or in a folder has no such option"),
-        ("memory://mistakes", {"key": 5}, "key=5 must be a secret"),
-        ("memory://mistakes", {"key": ""}, "key='' must be a secret"),
+        ("memory://mistakes", {"key": 5}, "key is of type int: it must be text"),
+        ("memory://mistakes", {"key": ""}, "key is empty: it must be text"),
         ("s3://", {}, "s3:// names no bucket: give s3://bucket/run"),
         ("s3:///x", {}, "s3:///x names no bucket"),
     ],
@@ -136,7 +136,7 @@ def test_arguments_of_a_store_world(url, arguments, said):
 def test_an_empty_key_in_the_environment_is_a_mistake(monkeypatch):
     pytest.importorskip("obstore")
     monkeypatch.setenv(KEY_VARIABLE, "")
-    with pytest.raises(ValueError, match=f"{KEY_VARIABLE}='' must be a secret"):
+    with pytest.raises(ValueError, match=f"{KEY_VARIABLE} is empty: it must be text"):
         isles.StoreWorld("memory://mistakes")
 
 

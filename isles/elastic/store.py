@@ -239,7 +239,8 @@ def _key(key: str | bytes | None) -> bytes | None:
     if key is None:
         return None
     if not isinstance(key, (str, bytes)) or not key:
-        raise ValueError(f"{name}={key!r} must be a secret that all islands share; leave it out for a run without one")
+        found = f"of type {type(key).__name__}" if key else "empty"  # never the secret itself
+        raise ValueError(f"{name} is {found}: it must be text that all islands share; a run without one leaves it out")
     return key.encode() if isinstance(key, str) else key
 
 
