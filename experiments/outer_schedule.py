@@ -82,6 +82,7 @@ def long_period() -> Runs:
     table = {
         "streaming": {"sync_every": 100},
         "gradual": gradual,
+        "gradual, 100 x 3, warm-up 6": isles.Method.gradual(sync_every=100).as_dict(),
         "gradual, 50 x 3": {**gradual, "dense_start": [(50, 3)]},
         "gradual, 100 x 3": {**gradual, "dense_start": [(100, 3)]},
         "gradual, 100 x 3, warm-up 5": {**gradual, "dense_start": [(100, 3)], "warmup_rounds": 5},
@@ -138,6 +139,9 @@ def four_islands() -> Runs:
         "H = 15": {"sync_every": 15},
         "100 x 3": {"dense_start": [(100, 3)]},
         "outer lr 1.2": {"outer_lr": 1.2},
+        "momentum 0.95": {"outer_momentum": 0.95},
+        "100 x 3, H = 15": {"dense_start": [(100, 3)], "sync_every": 15},
+        "H = 15, warm-up 40": {"sync_every": 15, "warmup_rounds": 40},
     }
     gradual, label = isles.Method.gradual(sync_every=30).as_dict(), "demo adamw M=4: gradual, "
     return {(label + name, 12): job("demo", 12, {**gradual, **knobs}, islands=4) for name, knobs in table.items()}
@@ -188,21 +192,22 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", default="", help="runs whose name has this in it")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--val")
     args = parser.parse_args()
     text = Text(args.data, args.val)
     known = {(row["name"], row["text"], row["seed"]) for row in rows()}
-    for name in args.groups:
-        jobs = {f"{label} @ {rate:g}": made for (label, rate), made in GROUPS[name]().items()}
-        tasks = tasks_of(jobs, range(args.seeds), text)
-        missing = [task for task in tasks if (task.name, text.names()[0], task.job.seed) not in known]
-        for task, outcome in run_tasks(missing, text, workers=args.workers):
-            about = {"name": task.name, "text": text.names()[0], "seed": task.job.seed}
-            kept = {key: outcome[key] for key in ("val_loss", "bytes_sent", "parameters", "curve")}
-            with RESULTS.open("a") as file:
-                file.write(json.dumps({**about, **kept, "job": task.job.as_dict()}) + "\n")
+    runs = [item for name in args.groups for item in GROUPS[name]().items()]
+    jobs = {f"{label} @ {rate:g}": made for (label, rate), made in runs if args.only in label}
+    tasks = tasks_of(jobs, range(args.seeds), text)
+    missing = [task for task in tasks if (task.name, text.names()[0], task.job.seed) not in known]
+    for task, outcome in run_tasks(missing, text, workers=args.workers):
+        about = {"name": task.name, "text": text.names()[0], "seed": task.job.seed}
+        kept = {key: outcome[key] for key in ("val_loss", "bytes_sent", "parameters", "curve")}
+        with RESULTS.open("a") as file:
+            file.write(json.dumps({**about, **kept, "job": task.job.as_dict()}) + "\n")
     if args.show:
         show()
 
