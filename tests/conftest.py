@@ -3,6 +3,7 @@
 Programs that each have a thread on every core wait for each other in a loop: a run of seconds then takes minutes.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -38,3 +39,5 @@ def _kernels() -> None:
     from tests import kernels  # not at the top: starting workers needs no torch
 
     kernels.warm_up()
+    gc.collect()
+    gc.freeze()  # what imports have made stays: looking for garbage in it took a fifth of some tests

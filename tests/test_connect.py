@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import isles
+from isles.wire import rendezvous
 from isles.wire.rendezvous import check_address
 from tests import processes, test_resources
 from tests.processes import free_address
@@ -181,8 +182,11 @@ def test_two_islands_with_one_number(tmp_path):
     assert "island 1 " in refused[0].message
 
 
-def come_in_islands(rank, address, sizes):
-    """Islands of unlike numbers of ranks, as one default group each."""
+def come_in_islands(rank, address, sizes, late):
+    """Islands of unlike numbers of ranks, as one default group each. One rank may come to the store after the others."""
+    if rank == late:
+        join = rendezvous._join
+        rendezvous._join = lambda *options: (time.sleep(1), join(*options))[1]
     island = sum(rank >= sum(sizes[: place + 1]) for place in range(len(sizes) - 1))
     method = f"tcp://{address[1 + island]}"
     own = rank - sum(sizes[:island])
@@ -190,9 +194,10 @@ def come_in_islands(rank, address, sizes):
     isles.TorchWorld.connect(address[0], island, len(sizes), timeout=LONG)
 
 
-def test_islands_of_unlike_numbers_of_ranks(tmp_path):
+@pytest.mark.parametrize("late", [None, 1], ids=["at once", "a rank of the host's island comes late"])
+def test_islands_of_unlike_numbers_of_ranks(late, tmp_path):
     addresses = [free_address() for _ in range(3)]
-    outcomes = processes.run(come_in_islands, 3, tmp_path, addresses, (2, 1), ranks=0)
+    outcomes = processes.run(come_in_islands, 3, tmp_path, addresses, (2, 1), late, ranks=0)
     for outcome in outcomes:
         assert outcome.error == "MismatchError", outcome.text
         assert re.search("1 ranks.*2 ranks|2 ranks.*1 ranks", outcome.message), outcome.message

@@ -68,8 +68,9 @@ def meet(address: str, island: int, islands: int, timeout_seconds: float) -> Mee
     finally:
         with contextlib.suppress(RuntimeError):
             base.add("done", 1)
-            if is_host and not base.check([f"complete/{place}"]):
-                linger(lambda: base.add("done", 0) >= max(base.add("came", 0), visit.ranks))
+            base.add(f"done/{island}", 1)
+            if is_host and not base.check([f"complete/{place}"]):  # all who came, and its own ranks, be they yet to come
+                linger(lambda: base.add("done", 0) >= base.add("came", 0) and base.add("done/0", 0) >= visit.ranks)
     return Meeting(PrefixStore(f"place/{place}", base), is_host)
 
 
