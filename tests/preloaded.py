@@ -5,6 +5,8 @@ compiled kernels half a second. Nothing is computed here, and no thread is left:
 it.
 """
 
+import gc
+
 import numpy  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
@@ -22,3 +24,5 @@ import isles.wire.torch_world  # noqa: F401
 from tests import kernels
 
 kernels.warm_up()
+gc.collect()
+gc.freeze()  # forks share this memory; looking for garbage in it would copy it

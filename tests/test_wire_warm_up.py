@@ -175,12 +175,12 @@ def run(**environment):
     )
 
 
-@pytest.mark.timeout(900)  # four processes compile or load
+@pytest.mark.timeout(900)  # three processes compile or load
 def test_processes_share_a_cache(tmp_path):
-    """All at once on an empty cache, then once more from it."""
+    """Two at once on an empty cache, then once more from it."""
     expected = bytes(codecs["e3m0"].encode(torch.arange(300.0)).tolist()).hex()
     environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    for processes in ([run(**environment) for _ in range(3)], [run(**environment)]):
+    for processes in ([run(**environment) for _ in range(2)], [run(**environment)]):
         for process in processes:
             out, error = process.communicate(timeout=280)
             assert (process.returncode, out.strip()) == (0, expected), error
