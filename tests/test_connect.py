@@ -183,7 +183,7 @@ def test_two_islands_with_one_number(tmp_path):
 
 
 def come_in_islands(rank, address, sizes, late):
-    """Islands of unlike numbers of ranks, as one default group each. One rank may come to the store after the others."""
+    """Islands of unlike numbers of ranks, as one default group each. The rank `late` is the last to come."""
     if rank == late:
         join = rendezvous._join
         rendezvous._join = lambda *options: (time.sleep(1), join(*options))[1]

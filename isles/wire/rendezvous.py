@@ -69,7 +69,7 @@ def meet(address: str, island: int, islands: int, timeout_seconds: float) -> Mee
         with contextlib.suppress(RuntimeError):
             base.add("done", 1)
             base.add(f"done/{island}", 1)
-            if is_host and not base.check([f"complete/{place}"]):  # all who came, and its own ranks, be they yet to come
+            if is_host and not base.check([f"complete/{place}"]):  # own ranks are waited for before they have come
                 linger(lambda: base.add("done", 0) >= base.add("came", 0) and base.add("done/0", 0) >= visit.ranks)
     return Meeting(PrefixStore(f"place/{place}", base), is_host)
 
